@@ -1,0 +1,380 @@
+"""What is remembered: the key/value caches of full and of sliding layers.
+
+A cache belongs to one layer. It owns what is stored, the true position (`offset`) and the mask of each kind of read.
+The verbs and their contracts are in shared/attention.md; in short:
+
+    append_decode           one position                     -> all it may see
+    append_window           L positions, causal              -> all they may see
+    append_committed        L positions, as L decodes        -> one read per position
+    append_bidirectional    L positions, images as Google    -> all they may see
+    append_encoder_window   L positions, images as transformers
+    read_block              nothing is written               -> the kept past and the block's own keys
+
+New keys and values are `[B, K, L, E]`; every read is an AttentionRead. Positions count padding (masks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from . import masks
+from .masks import MaskMemo
+from .reads import AttentionRead, StepwiseRead
+
+STEP = 256  # slots by which a buffer grows: one allocation per 256 tokens instead of one per token
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """A self-contained copy of a cache: keys and values `[B, K, S, E]` in temporal order, and the position after them."""
+
+    keys: mx.array | None
+    values: mx.array | None
+    offset: int
+    padding: tuple[int, ...] | None
+
+
+class KVCache:
+    """The cache of a full layer: everything, in the order it came, in a buffer that grows in steps of 256."""
+
+    def __init__(self, memo: MaskMemo | None = None):
+        self.memo = memo or MaskMemo()
+        self.keys: mx.array | None = None  # [B, K, capacity, E]
+        self.values: mx.array | None = None
+        self.offset = 0
+
+    # -- writes -------------------------------------------------------------------------------------------------------
+
+    def append_decode(self, keys: mx.array, values: mx.array) -> AttentionRead:
+        """Write one position; it sees everything."""
+        _one_position(keys)
+        return self.append_window(keys, values)
+
+    def append_window(self, keys: mx.array, values: mx.array) -> AttentionRead:
+        """Write L positions; each sees itself and all before it."""
+        offset, length = self.offset, keys.shape[2]
+        padding = self.memo.padding
+        mask = self.memo.get(
+            "causal", (offset, length), lambda: masks.causal_mask(offset, length, padding)
+        )
+        return self._write(keys, values, mask)
+
+    def append_committed(self, keys: mx.array, values: mx.array) -> StepwiseRead:
+        """Write L positions one after the other; each has a read of its own, as append_decode would give it."""
+        return _append_stepwise(self, keys, values)
+
+    def append_bidirectional(self, keys: mx.array, values: mx.array, blocks: np.ndarray) -> AttentionRead:
+        """Write L positions, causal: full layers of Google's model do not let image tokens look ahead."""
+        return self.append_window(keys, values)
+
+    def append_encoder_window(self, keys: mx.array, values: mx.array, blocks: np.ndarray) -> AttentionRead:
+        """Write L positions, causal, each image of `blocks [B, L]` (-1 for text) seeing the whole of itself."""
+        offset, length, padding = self.offset, keys.shape[2], self.memo.padding
+        mask = self.memo.get(
+            "image",
+            (offset, length),
+            lambda: masks.image_mask(offset, length, blocks, padding),
+            blocks=blocks,
+        )
+        return self._write(keys, values, mask)
+
+    def _write(self, keys: mx.array, values: mx.array, mask: mx.array | None) -> AttentionRead:
+        end = self.offset + keys.shape[2]
+        self.keys = _grown(self.keys, keys, end)
+        self.values = _grown(self.values, values, end)
+        self.keys[:, :, self.offset : end] = keys
+        self.values[:, :, self.offset : end] = values
+        self.offset = end
+        return AttentionRead(self.keys[:, :, :end], self.values[:, :, :end], mask)
+
+    # -- reads --------------------------------------------------------------------------------------------------------
+
+    def read_block(self, keys: mx.array, values: mx.array) -> AttentionRead:
+        """All that is stored and the block's own keys and values; nothing is written."""
+        offset, length, padding = self.offset, keys.shape[2], self.memo.padding
+        mask = self.memo.get(
+            "block", (offset, length), lambda: masks.block_read_mask(offset, length, 0, padding)
+        )
+        stored_keys, stored_values = self.temporal_view()
+        return AttentionRead(_joined(stored_keys, keys), _joined(stored_values, values), mask)
+
+    def temporal_view(self) -> tuple[mx.array | None, mx.array | None]:
+        """Stored keys and values `[B, K, offset, E]` in the order they came; None when nothing is stored."""
+        if self.offset == 0:
+            return None, None
+        return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def capture_rows(self) -> CacheRows:
+        """A copy from which `restore` continues exactly as this cache would."""
+        return _captured(self)
+
+    @classmethod
+    def restore(cls, rows: CacheRows, memo: MaskMemo | None = None) -> KVCache:
+        """A new cache holding `rows`."""
+        cache = cls(memo or MaskMemo(rows.padding))
+        if rows.keys is not None:
+            cache._write(rows.keys, rows.values, None)
+        return cache
+
+    def select(self, rows: Sequence[int], memo: MaskMemo) -> KVCache:
+        """A new cache with only some rows of the batch; `memo` holds their padding."""
+        return type(self).restore(_selected(self.capture_rows(), rows), memo)
+
+    @property
+    def is_trimmable(self) -> bool:
+        """Whether `trim` may drop positions."""
+        return self.offset > 0
+
+    def trim(self, count: int) -> None:
+        """Drop the newest `count` positions; ValueError when fewer are stored."""
+        if not 0 <= count <= self.offset:
+            raise ValueError(f"cannot trim {count} positions: {self.offset} are stored")
+        self.offset -= count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers held."""
+        return _nbytes(self)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one stored position takes, all rows of the batch together; 0 before the first write."""
+        return _bytes_per_token(self)
+
+
+class RotatingKVCache:
+    """The cache of a sliding layer: the newest `window` positions.
+
+    Two layouts take turns. After single writes it is a ring in which position p lies in slot p mod window: the layout is
+    a function of the offset alone, so that a restored copy continues bit for bit. After a concatenating write it is a
+    plain list in temporal order that may be longer than the window (the read needs the extra rows); the window is then
+    its tail. `_first` is the position of the oldest kept row, `_ring` says which layout holds.
+    """
+
+    def __init__(self, window: int, memo: MaskMemo | None = None):
+        self.window = window
+        self.memo = memo or MaskMemo()
+        self.keys: mx.array | None = None  # ring: [B, K, <= window, E]; list: [B, K, offset - _first, E]
+        self.values: mx.array | None = None
+        self.offset = 0
+        self._first = 0
+        self._ring = False
+        self._undoable = 0  # positions of the last concatenating write that trim may still take back
+
+    # -- writes -------------------------------------------------------------------------------------------------------
+
+    def append_decode(self, keys: mx.array, values: mx.array) -> AttentionRead:
+        """Write one position in place at the ring's head, evicting the oldest once full; returns the ring, in ring order."""
+        _one_position(keys)
+        self._to_ring()
+        slot, live = self.offset % self.window, min(self.offset + 1, self.window)
+        self.keys = _grown(self.keys, keys, slot + 1, limit=self.window)
+        self.values = _grown(self.values, values, slot + 1, limit=self.window)
+        self.keys[:, :, slot : slot + 1] = keys
+        self.values[:, :, slot : slot + 1] = values
+        self.offset += 1
+        self._first = max(0, self.offset - self.window)
+        self._undoable = 0
+        newest, padding = self.offset - 1, self.memo.padding
+        mask = self.memo.get(
+            "ring", (newest, self.window), lambda: masks.ring_mask(_slots(newest, self.window), padding)
+        )
+        return AttentionRead(self.keys[:, :, :live], self.values[:, :, :live], mask)
+
+    def append_window(self, keys: mx.array, values: mx.array) -> AttentionRead:
+        """Write L positions by concatenation; each sees the newest `window` positions up to itself."""
+        return self._concatenate("window", masks.window_mask, keys, values, None)
+
+    def append_committed(self, keys: mx.array, values: mx.array) -> StepwiseRead:
+        """Write L positions one after the other; each has a read of its own, as append_decode would give it."""
+        return _append_stepwise(self, keys, values)
+
+    def append_bidirectional(self, keys: mx.array, values: mx.array, blocks: np.ndarray) -> AttentionRead:
+        """As append_window, and the tokens of an image of `blocks [B, L]` also look ahead, inside the window."""
+        return self._concatenate("image and window", masks.image_and_window_mask, keys, values, blocks)
+
+    def append_encoder_window(self, keys: mx.array, values: mx.array, blocks: np.ndarray) -> AttentionRead:
+        """As append_window, and the tokens of an image of `blocks [B, L]` see the whole of it, window or not."""
+        return self._concatenate("image or window", masks.image_or_window_mask, keys, values, blocks)
+
+    def _concatenate(self, kind, mask_of, keys, values, blocks) -> AttentionRead:
+        """The newest window - 1 stored rows, then all new ones; both the new buffer and what is read."""
+        offset, length = self.offset, keys.shape[2]
+        stored_keys, stored_values = self._newest(self.window - 1)
+        start = offset - (0 if stored_keys is None else stored_keys.shape[2])
+        self.keys, self.values = _joined(stored_keys, keys), _joined(stored_values, values)
+        self.offset, self._first, self._ring, self._undoable = offset + length, start, False, length
+        arguments = (offset, length, self.window, start) + (() if blocks is None else (blocks,))
+        padding = self.memo.padding
+        mask = self.memo.get(kind, arguments[:4], lambda: mask_of(*arguments, padding), blocks=blocks)
+        return AttentionRead(self.keys, self.values, mask)
+
+    # -- reads --------------------------------------------------------------------------------------------------------
+
+    def read_block(self, keys: mx.array, values: mx.array) -> AttentionRead:
+        """The newest window - 1 positions in temporal order and the block's own; nothing is written."""
+        stored_keys, stored_values = self._newest(self.window - 1)
+        offset, length, padding = self.offset, keys.shape[2], self.memo.padding
+        start = offset - (0 if stored_keys is None else stored_keys.shape[2])
+        mask = self.memo.get(
+            "block in window",
+            (offset, length, start),
+            lambda: masks.block_read_mask(offset, length, start, padding),
+        )
+        return AttentionRead(_joined(stored_keys, keys), _joined(stored_values, values), mask)
+
+    def temporal_view(self) -> tuple[mx.array | None, mx.array | None]:
+        """The newest min(offset, window) keys and values in the order they came; None when nothing is stored."""
+        return self._newest(self.window)
+
+    def _newest(self, count: int) -> tuple[mx.array | None, mx.array | None]:
+        """The newest `count` kept rows (fewer when fewer are kept), in temporal order."""
+        count = min(count, self.offset - self._first)
+        if count == 0:
+            return None, None
+        return self._tail(self.keys, count), self._tail(self.values, count)
+
+    def _tail(self, buffer: mx.array, count: int) -> mx.array:
+        if not self._ring:
+            return buffer[:, :, buffer.shape[2] - count :]
+        begin, end = (self.offset - count) % self.window, (self.offset - 1) % self.window + 1
+        if begin < end:
+            return buffer[:, :, begin:end]
+        return mx.concatenate([buffer[:, :, begin : self.window], buffer[:, :, :end]], axis=2)
+
+    def _to_ring(self) -> None:
+        """Lay the newest rows out so that position p lies in slot p mod window."""
+        if self._ring:
+            return
+        keys, values = self._newest(self.window)
+        self._ring = True
+        if keys is not None:
+            self._first = self.offset - keys.shape[2]
+            if self._first > 0:
+                keys, values = self._spread(keys), self._spread(values)
+        self.keys, self.values = keys, values
+
+    def _spread(self, rows: mx.array) -> mx.array:
+        """Rows of the positions before `offset`, placed in their ring slots; slots of no position are zero."""
+        count = rows.shape[2]
+        slots = np.arange(self.offset - count, self.offset) % self.window
+        ring = mx.zeros((*rows.shape[:2], self.window, rows.shape[3]), dtype=rows.dtype)
+        ring[:, :, mx.array(slots)] = rows
+        return ring
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def capture_rows(self) -> CacheRows:
+        """A copy of the newest min(offset, window) rows, from which `restore` continues exactly as this cache would."""
+        return _captured(self)
+
+    @classmethod
+    def restore(cls, rows: CacheRows, window: int, memo: MaskMemo | None = None) -> RotatingKVCache:
+        """A new cache holding `rows`."""
+        cache = cls(window, memo or MaskMemo(rows.padding))
+        cache.keys, cache.values, cache.offset = rows.keys, rows.values, rows.offset
+        cache._first = rows.offset - (0 if rows.keys is None else rows.keys.shape[2])
+        return cache
+
+    def select(self, rows: Sequence[int], memo: MaskMemo) -> RotatingKVCache:
+        """A new cache with only some rows of the batch; `memo` holds their padding."""
+        return type(self).restore(_selected(self.capture_rows(), rows), self.window, memo)
+
+    @property
+    def is_trimmable(self) -> bool:
+        """Whether `trim` may drop positions: nothing was evicted yet, or the last write was a concatenating one."""
+        return self.offset > 0 and (self._first == 0 or self._undoable > 0)
+
+    def trim(self, count: int) -> None:
+        """Drop the newest `count` positions; ValueError when what they pushed out is gone."""
+        allowed = self.offset if self._first == 0 else self._undoable
+        if not 0 <= count <= allowed:
+            raise ValueError(
+                f"cannot trim {count} positions of a ring of {self.window} at position {self.offset}: "
+                f"{allowed} can be taken back"
+            )
+        if count == 0:
+            return
+        keys, values = self._newest(self.offset - self._first)
+        kept = keys.shape[2] - count
+        self.keys, self.values = (keys[:, :, :kept], values[:, :, :kept]) if kept else (None, None)
+        self.offset -= count
+        self._undoable = max(0, self._undoable - count)
+        self._ring = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers held."""
+        return _nbytes(self)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one stored position takes, all rows of the batch together; 0 before the first write."""
+        return _bytes_per_token(self)
+
+
+# -- what both caches share -------------------------------------------------------------------------------------------
+
+
+def _one_position(keys: mx.array) -> None:
+    if keys.shape[2] != 1:
+        raise ValueError(f"append_decode writes one position, got {keys.shape[2]}; append_window writes several")
+
+
+def _append_stepwise(cache: KVCache | RotatingKVCache, keys: mx.array, values: mx.array) -> StepwiseRead:
+    steps = range(keys.shape[2])
+    return StepwiseRead([cache.append_decode(keys[:, :, i : i + 1], values[:, :, i : i + 1]) for i in steps])
+
+
+def _grown(buffer: mx.array | None, new: mx.array, slots: int, limit: int | None = None) -> mx.array:
+    """`buffer` with room for at least `slots` rows, grown in steps of 256 and never past `limit`."""
+    have = 0 if buffer is None else buffer.shape[2]
+    if have >= slots:
+        return buffer
+    want = -(-slots // STEP) * STEP
+    want = want if limit is None else min(want, limit)
+    room = mx.zeros((new.shape[0], new.shape[1], want - have, new.shape[3]), dtype=new.dtype)
+    return room if buffer is None else mx.concatenate([buffer, room], axis=2)
+
+
+def _joined(stored: mx.array | None, new: mx.array) -> mx.array:
+    return new if stored is None else mx.concatenate([stored, new], axis=2)
+
+
+def _slots(newest: int, window: int) -> np.ndarray:
+    """The position that each live slot of the ring holds, in ring order."""
+    live = np.arange(min(newest + 1, window))
+    return newest - (newest - live) % window
+
+
+def _captured(cache: KVCache | RotatingKVCache) -> CacheRows:
+    keys, values = cache.temporal_view()
+    if keys is not None:  # a view would keep the whole buffer alive, and a later write in place could reach it
+        keys, values = mx.contiguous(keys), mx.contiguous(values)
+        mx.eval(keys, values)
+    return CacheRows(keys, values, cache.offset, cache.memo.padding)
+
+
+def _selected(rows: CacheRows, chosen: Sequence[int]) -> CacheRows:
+    padding = None if rows.padding is None else tuple(rows.padding[i] for i in chosen)
+    if rows.keys is None:
+        return CacheRows(None, None, rows.offset, padding)
+    index = mx.array(list(chosen))
+    return CacheRows(rows.keys[index], rows.values[index], rows.offset, padding)
+
+
+def _nbytes(cache: KVCache | RotatingKVCache) -> int:
+    return 0 if cache.keys is None else cache.keys.nbytes + cache.values.nbytes
+
+
+def _bytes_per_token(cache: KVCache | RotatingKVCache) -> int:
+    if cache.keys is None:
+        return 0
+    per_row = cache.keys.shape[1] * (cache.keys.shape[3] * cache.keys.itemsize + cache.values.shape[3] * cache.values.itemsize)
+    return cache.keys.shape[0] * per_row

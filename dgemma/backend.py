@@ -1,0 +1,119 @@
+"""Where the arithmetic runs: device, dtype, and the BLAS under mlx's CPU backend.
+
+mlx's Linux CPU wheel links the reference BLAS (8 GFLOP/s in float32 on two x86-64 cores). A faster one that exports
+the plain `cblas_*` names takes its place when it is in the process before mlx is: `prepare` sees to that, and is
+therefore the first thing that `import dgemma` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+BLAS_VARIABLE = "DGEMMA_BLAS"  # a library to load, or "none" to keep mlx's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blas:
+    """Which BLAS serves mlx's CPU backend, and why."""
+
+    name: str
+    path: str | None  # the library that dgemma loaded; None when mlx's own serves
+    fast: bool
+    note: str
+
+
+_blas: Blas | None = None
+
+
+def prepare() -> None:
+    """Load a fast BLAS before mlx, where that helps; later calls do nothing."""
+    global _blas
+    if _blas is not None:
+        return
+    _blas = _choose_blas()
+    import mlx.core as mx  # not above: the BLAS has to be in the process first
+
+    if not is_gpu() and not has_compiler():
+        mx.disable_compile()  # mlx would call g++ for its fused CPU kernels, and fail
+
+
+def blas() -> Blas:
+    """The BLAS in use."""
+    prepare()
+    return _blas
+
+
+def _choose_blas() -> Blas:
+    if sys.platform == "darwin":
+        return Blas(name="Accelerate", path=None, fast=True, note="macOS's own")
+    wanted = os.environ.get(BLAS_VARIABLE)
+    if wanted == "none":
+        return Blas(name="mlx's own", path=None, fast=False, note=f"{BLAS_VARIABLE}=none asks for it")
+    if "mlx.core" in sys.modules:
+        return Blas(
+            name="mlx's own", path=None, fast=False, note="mlx was imported before dgemma; import dgemma first"
+        )
+    for name, path in [("custom", wanted)] if wanted else _candidates():
+        try:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL).cblas_sgemm
+        except (OSError, AttributeError) as error:
+            if wanted:
+                return Blas(name="mlx's own", path=None, fast=False, note=f"{BLAS_VARIABLE}={wanted} failed: {error}")
+            continue
+        return Blas(name=name, path=str(path), fast=True, note="loaded before mlx")
+    return Blas(
+        name="mlx's own",
+        path=None,
+        fast=False,
+        note="no faster one found: pip install mkl (x86-64), or apt-get install libopenblas0",
+    )
+
+
+def _candidates() -> list[tuple[str, str]]:
+    """Libraries that export plain cblas_* names: MKL's wheel beside this Python, then the system's."""
+    found = []
+    if importlib.util.find_spec("mlx") is None:
+        return found
+    for prefix in dict.fromkeys((sys.prefix, sys.base_prefix)):
+        found += [("MKL", str(path)) for path in sorted((Path(prefix) / "lib").glob("libmkl_rt.so*"), reverse=True)]
+    for name, library in (("MKL", "mkl_rt"), ("OpenBLAS", "openblas")):
+        path = ctypes.util.find_library(library)
+        if path:
+            found.append((name, path))
+    return found
+
+
+def has_compiler() -> bool:
+    """Whether mlx can compile fused CPU kernels: it runs `g++` at the first use of each."""
+    return sys.platform == "darwin" or shutil.which("g++") is not None
+
+
+def is_gpu() -> bool:
+    """Whether mlx computes on a GPU (Metal or CUDA)."""
+    import mlx.core as mx
+
+    return mx.default_device() == mx.gpu
+
+
+def device_name() -> str:
+    """"Metal", "CUDA" or "CPU", with the device's name where mlx knows it."""
+    import mlx.core as mx
+
+    if not is_gpu():
+        return "CPU"
+    kind = "Metal" if mx.metal.is_available() else "CUDA"
+    return f"{kind} ({mx.device_info().get('device_name', 'unknown')})"
+
+
+def activation_dtype(stored: object) -> object:
+    """The dtype to compute in, for weights stored in `stored`: float32 on a CPU (bf16 is 30 times slower there)."""
+    import mlx.core as mx
+
+    return stored if is_gpu() else mx.float32

@@ -1,0 +1,39 @@
+"""The canvas pass's own parts: self-conditioning, and the walk of a canvas through the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .config import TextConfig
+from .layers import Block, GeGLU, Read, RMSNorm, unweighted_norm
+
+
+class SelfConditioning(GeGLU):
+    """Adds what the model believed one step ago (Chen, Zhang and Hinton 2022, arXiv:2208.04202) to a canvas.
+
+    The belief arrives as a soft embedding: the probabilities' mean of the embedding rows. At a block's first step there
+    is none and the signal is zero; the closing norm runs all the same.
+    """
+
+    def __init__(self, config: TextConfig):
+        super().__init__(config.hidden_size, config.intermediate_size)
+        self.pre_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eps = config.rms_norm_eps
+
+    def __call__(self, canvas: mx.array, belief: mx.array | None) -> mx.array:
+        """`canvas` and `belief`, both `[B, C, D]`, -> `[B, C, D]`."""
+        if belief is not None:  # of a zero signal every part is zero: nothing to add
+            canvas = canvas + super().__call__(self.pre_norm(belief))
+        return unweighted_norm(canvas, self.eps)
+
+
+def decode(
+    blocks: Sequence[Block], x: mx.array, angles: Sequence[tuple[mx.array, mx.array]], reads: Sequence[Read]
+) -> mx.array:
+    """A canvas `x [B, C, D]` through all blocks; `angles` and `reads` are per block."""
+    for block, turn, read in zip(blocks, angles, reads):
+        x = block.decode(x, turn, read)
+    return x

@@ -1,0 +1,378 @@
+"""A checkpoint's geometry and policy, read from config.json and generation_config.json.
+
+Geometry (sizes, layer kinds, token ids of the architecture) has no defaults: a config that lacks a size is refused.
+Policy (sampler, temperatures, lengths) defaults to the model card of google/diffusiongemma-26B-A4B-it.
+
+The geometry of full layers comes in two spellings, and both load: the released file names `global_head_dim` and
+`num_global_key_value_heads`; files saved by transformers >= 5.2 list `per_layer_config: {"5": {"head_dim": ...}}`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SOFTCAP = 30.0  # transformers' class default; older files do not write it
+
+# Keys that change nothing in a forward pass here; anything else that is unknown is an error.
+IGNORED_KEYS = {
+    "architectures", "attention_dropout", "audio_config", "audio_token_id", "boa_token_id", "bos_token_id",
+    "cache_implementation", "chunk_size_feed_forward", "dtype", "enable_moe_block", "eoa_token_id",
+    "eoa_token_index", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id",
+    "output_attentions", "output_hidden_states", "problem_type", "return_dict", "torch_dtype",
+    "transformers_version", "use_cache", "video_token_id", "vision_soft_tokens_per_image", "_name_or_path",
+    "default_output_length", "max_position_embeddings", "model_type", "attention_k_eq_v", "layer_types",
+    "tie_word_embeddings", "unsloth_fixed", "is_causal", "_attn_implementation", "pad_token_id", "generation_config",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions of one layer kind: base `theta`, the rotated `fraction` of the head, and the rule of `kind`."""
+
+    theta: float
+    fraction: float
+    kind: str  # "default" or "proportional"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One text layer: its attention kind, head width E and number of key/value heads K."""
+
+    kind: str
+    head_dim: int
+    kv_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """Geometry of the text stack, shared by the encoder and the canvas pass."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_attention_heads: int
+    num_experts: int
+    top_k_experts: int
+    sliding_window: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    final_logit_softcapping: float
+    use_bidirectional_attention: str | None  # "vision": the tokens of an image see each other; None: causal
+    pad_token_id: int
+    layers: tuple[Layer, ...]
+    rope: dict[str, Rope]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Geometry of the vision tower (Gemma 4's)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    patch_size: int
+    pooling_kernel_size: int
+    position_embedding_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    standardize: bool
+    use_clipped_linears: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A whole checkpoint: text, vision (None for a text-only one), canvas length C and the image tokens."""
+
+    text: TextConfig
+    vision: VisionConfig | None
+    canvas_length: int
+    image_token_id: int
+    boi_token_id: int
+    eoi_token_id: int
+    quantization: dict[str, Any] | None
+    ignored: tuple[str, ...]  # names of keys that the file has and nothing here reads
+
+    @classmethod
+    def read(cls, folder: str | Path) -> ModelConfig:
+        """The config of a checkpoint folder; CheckpointError names the file and the key at fault."""
+        path = Path(folder) / "config.json"
+        return cls.from_dict(read_json(path), source=str(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
+        """The config in either spelling; `source` names it in messages."""
+        if raw.get("model_type") != "diffusion_gemma":
+            raise CheckpointError(
+                f"{source}: model_type is {raw.get('model_type')!r}; dgemma runs 'diffusion_gemma' checkpoints only"
+            )
+        top = _Section(raw, source)
+        text = _read_text(top.section("text_config"))
+        vision_raw = raw.get("vision_config")
+        vision = _read_vision(top.section("vision_config")) if vision_raw else None
+        top.seen.add("vision_config")
+        quantization = raw.get("quantization", raw.get("quantization_config"))
+        top.seen |= {"quantization", "quantization_config"}
+        return cls(
+            text=text,
+            vision=vision,
+            canvas_length=top.size("canvas_length", default=256),
+            image_token_id=top.token("image_token_id", default=258_880),
+            boi_token_id=top.token("boi_token_id", default=255_999),
+            eoi_token_id=top.token("eoi_token_id", default=258_882),
+            quantization=quantization,
+            ignored=top.finish(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How a checkpoint wants to be sampled; the defaults are the model card's."""
+
+    max_new_tokens: int = 256
+    max_denoising_steps: int = 48
+    t_min: float = 0.4
+    t_max: float = 0.8
+    entropy_bound: float = 0.1
+    stability_threshold: int = 1
+    confidence_threshold: float = 0.005
+    end_token_ids: tuple[int, ...] = (1, 106, 50)
+    pad_token_id: int = 0
+
+    @classmethod
+    def read(cls, folder: str | Path) -> GenerationConfig:
+        """The policy of a checkpoint folder; a folder without generation_config.json gets the card's defaults."""
+        path = Path(folder) / "generation_config.json"
+        if not path.exists():
+            return cls()
+        return cls.from_dict(read_json(path), source=str(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], source: str = "generation_config.json") -> GenerationConfig:
+        """The policy; unknown samplers and values out of range raise CheckpointError."""
+        found: dict[str, Any] = {}
+        for key in ("max_new_tokens", "max_denoising_steps", "stability_threshold", "pad_token_id"):
+            if raw.get(key) is not None:
+                found[key] = _whole(raw[key], f"{source}: {key}", least=0 if key[0] in "sp" else 1)
+        for key in ("t_min", "t_max", "confidence_threshold"):
+            if raw.get(key) is not None:
+                found[key] = _real(raw[key], f"{source}: {key}")
+        sampler = raw.get("sampler_config")
+        if sampler is not None:
+            if not isinstance(sampler, dict) or sampler.get("_cls_name", "EntropyBoundSamplerConfig") != (
+                "EntropyBoundSamplerConfig"
+            ):
+                raise CheckpointError(f"{source}: sampler_config is {sampler!r}; only EntropyBoundSamplerConfig is known")
+            found["entropy_bound"] = _real(sampler.get("entropy_bound"), f"{source}: sampler_config.entropy_bound")
+        ends = raw.get("eos_token_id")
+        if ends is not None:
+            ends = ends if isinstance(ends, list) else [ends]
+            found["end_token_ids"] = tuple(_whole(e, f"{source}: eos_token_id", least=0) for e in ends)
+        return cls(**found)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError when it is absent, unreadable, malformed or no object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a checkpoint folder holds config.json and safetensors") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected, found {type(raw).__name__}")
+    return raw
+
+
+def _whole(value: Any, name: str, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise CheckpointError(f"{name} is {value!r}; a whole number of at least {least} is needed")
+    return value
+
+
+def _real(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise CheckpointError(f"{name} is {value!r}; a finite number of at least 0 is needed")
+    return float(value)
+
+
+class _Section:
+    """One JSON object being read: hands out checked values, remembers which keys were looked at."""
+
+    def __init__(self, raw: Any, name: str):
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{name}: a JSON object is expected, found {type(raw).__name__}")
+        self.raw, self.name, self.seen = raw, name, set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return self.raw.get(key, default)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        return _whole(self.get(key, default), f"{self.name}: {key}")
+
+    def token(self, key: str, default: int) -> int:
+        return _whole(self.get(key, default), f"{self.name}: {key}", least=0)
+
+    def real(self, key: str, default: float | None = None) -> float:
+        return _real(self.get(key, default), f"{self.name}: {key}")
+
+    def section(self, key: str) -> _Section:
+        return _Section(self.get(key), f"{self.name}: {key}")
+
+    def finish(self) -> tuple[str, ...]:
+        unknown = sorted(set(self.raw) - self.seen - IGNORED_KEYS)
+        if unknown:
+            raise CheckpointError(
+                f"{self.name}: unknown key {unknown[0]!r}; it may change what the model computes, so it is not ignored"
+            )
+        return tuple(sorted((set(self.raw) - self.seen) & IGNORED_KEYS))
+
+
+def _read_text(section: _Section) -> TextConfig:
+    kinds = _layer_kinds(section)
+    layers = _layers(section, kinds)
+    _refuse_unsupported(section)
+    config = TextConfig(
+        vocab_size=section.size("vocab_size"),
+        hidden_size=section.size("hidden_size"),
+        intermediate_size=section.size("intermediate_size"),
+        moe_intermediate_size=section.size("moe_intermediate_size"),
+        num_attention_heads=section.size("num_attention_heads"),
+        num_experts=section.size("num_experts"),
+        top_k_experts=section.size("top_k_experts"),
+        sliding_window=section.size("sliding_window"),
+        rms_norm_eps=section.real("rms_norm_eps", 1e-6),
+        max_position_embeddings=section.size("max_position_embeddings"),
+        final_logit_softcapping=section.real("final_logit_softcapping", SOFTCAP),
+        use_bidirectional_attention=section.get("use_bidirectional_attention"),
+        pad_token_id=section.token("pad_token_id", 0),
+        layers=layers,
+        rope=_rope(section, set(kinds)),
+    )
+    section.finish()
+    if config.top_k_experts > config.num_experts:
+        raise CheckpointError(
+            f"{section.name}: top_k_experts is {config.top_k_experts}, more than num_experts ({config.num_experts})"
+        )
+    for layer in layers:
+        if config.num_attention_heads % layer.kv_heads:
+            raise CheckpointError(
+                f"{section.name}: {config.num_attention_heads} query heads cannot share {layer.kv_heads} key/value heads"
+            )
+    return config
+
+
+def _refuse_unsupported(section: _Section) -> None:
+    """Values that would change the mathematics in a way nothing here computes."""
+    allowed = {
+        "use_bidirectional_attention": (None, "vision"),
+        "hidden_activation": ("gelu_pytorch_tanh", None),
+        "attention_bias": (False, None),
+        "hidden_size_per_layer_input": (0, None),
+        "vocab_size_per_layer_input": None,
+        "num_kv_shared_layers": (0, None),
+        "use_double_wide_mlp": (False, None),
+    }
+    for key, values in allowed.items():
+        value = section.get(key)
+        if values is not None and value not in values:
+            raise CheckpointError(f"{section.name}: {key} is {value!r}; supported: {', '.join(map(str, values))}")
+
+
+def _layer_kinds(section: _Section) -> list[str]:
+    count = section.size("num_hidden_layers")
+    kinds = section.get("layer_types")
+    if kinds is None:  # the released pattern: five sliding layers, then a full one
+        kinds = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {SLIDING, FULL}:
+        raise CheckpointError(
+            f"{section.name}: layer_types must list {count} entries of {SLIDING!r} or {FULL!r}, found {kinds!r}"
+        )
+    return kinds
+
+
+def _layers(section: _Section, kinds: list[str]) -> tuple[Layer, ...]:
+    """Head width and key/value heads of every layer, from either spelling."""
+    head, heads = section.size("head_dim"), section.size("num_key_value_heads")
+    per_layer = section.get("per_layer_config")
+    global_head, global_heads = section.get("global_head_dim"), section.get("num_global_key_value_heads")
+    layers = []
+    for index, kind in enumerate(kinds):
+        override: dict[str, Any] = {}
+        if per_layer is not None:
+            override = dict(_Section(per_layer, f"{section.name}: per_layer_config").get(str(index)) or {})
+        elif kind == FULL:
+            override = {"head_dim": global_head or 512, "num_key_value_heads": global_heads}
+        name = f"{section.name}: layer {index}"
+        layers.append(
+            Layer(
+                kind=kind,
+                head_dim=_whole(override.pop("head_dim", None) or head, f"{name}: head_dim"),
+                kv_heads=_whole(override.pop("num_key_value_heads", None) or heads, f"{name}: num_key_value_heads"),
+            )
+        )
+        if override:
+            raise CheckpointError(f"{name}: unknown key {sorted(override)[0]!r} in per_layer_config")
+    return tuple(layers)
+
+
+def _rope(section: _Section, kinds: set[str]) -> dict[str, Rope]:
+    raw = section.get("rope_parameters")
+    if raw is None:
+        return {
+            SLIDING: Rope(theta=1e4, fraction=1.0, kind="default"),
+            FULL: Rope(theta=1e6, fraction=0.25, kind="proportional"),
+        }
+    rope = {}
+    outer = _Section(raw, f"{section.name}: rope_parameters")
+    for kind in sorted(kinds):
+        inner = outer.section(kind)
+        name = inner.get("rope_type", "default")
+        if name not in ("default", "proportional"):
+            raise CheckpointError(f"{inner.name}: rope_type is {name!r}; supported: default, proportional")
+        rope[kind] = Rope(
+            theta=inner.real("rope_theta"), fraction=inner.real("partial_rotary_factor", 1.0), kind=name
+        )
+        inner.finish()
+    return rope
+
+
+def _read_vision(section: _Section) -> VisionConfig:
+    rope = section.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", 100.0) if isinstance(rope, dict) else rope
+    kind = section.get("model_type")
+    if kind not in ("gemma4_vision", None):
+        raise CheckpointError(f"{section.name}: model_type is {kind!r}; supported: gemma4_vision")
+    activation = section.get("hidden_activation")
+    if activation not in ("gelu_pytorch_tanh", None) or section.get("attention_bias"):
+        raise CheckpointError(f"{section.name}: only gelu_pytorch_tanh without attention bias is supported")
+    heads = section.size("num_attention_heads")
+    config = VisionConfig(
+        hidden_size=section.size("hidden_size"),
+        intermediate_size=section.size("intermediate_size"),
+        num_hidden_layers=section.size("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=section.size("num_key_value_heads", heads),
+        head_dim=section.size("head_dim"),
+        patch_size=section.size("patch_size", 16),
+        pooling_kernel_size=section.size("pooling_kernel_size", 3),
+        position_embedding_size=section.size("position_embedding_size", 10_240),
+        rms_norm_eps=section.real("rms_norm_eps", 1e-6),
+        rope_theta=_real(theta, f"{section.name}: rope_theta"),
+        standardize=bool(section.get("standardize", False)),
+        use_clipped_linears=bool(section.get("use_clipped_linears", False)),
+    )
+    section.finish()
+    return config

@@ -1,0 +1,308 @@
+"""The loop: a canvas of noise becomes a block of text, block after block, on token ids alone.
+
+    prefill the prompt
+    for each block:      canvas = noise
+        for each step:   logits -> believe -> accept some positions, draw them; renoise the rest
+                         until the row has settled or the steps are used up
+        the most likely canvas is the block: emit it, and encode it into the caches
+
+`denoise` is a generator of events. It prints, decodes and measures nothing.
+
+Draws. Every row owns a key, `mx.random.key(seed)`, so that its answer does not depend on its neighbours. A block begins by
+splitting the key and drawing C uniform numbers for its canvas; each step splits it again and draws `[2, C]`: the first
+row of numbers chooses the tokens, the second the noise. A settled row draws nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import numpy as np
+
+from . import sampler as sampling
+from .config import GenerationConfig
+from .errors import OptionError
+from .model import Cache, DiffusionGemma
+from .sampler import EntropyBound, Sampler
+from .stopping import BlockRule, StableAndConfident, cut
+
+Pins = Mapping[int, int]  # position in the answer -> the token that it holds from the first step to the last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to sample and when to stop."""
+
+    max_new_tokens: int
+    max_denoising_steps: int
+    t_min: float
+    t_max: float
+    sampler: Sampler
+    rule: BlockRule
+    end_token_ids: tuple[int, ...]
+    max_redraws: int = 2  # how often an empty first block is drawn again
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("max_denoising_steps", self.max_denoising_steps)):
+            if value < 1:
+                raise OptionError(f"{name} is {value}; at least 1 is needed")
+        if not 0 < self.t_min <= self.t_max < float("inf"):
+            raise OptionError(f"t_min is {self.t_min} and t_max {self.t_max}; 0 < t_min <= t_max is needed")
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> Options:
+        """The options that a checkpoint's own generation config asks for."""
+        return cls(
+            max_new_tokens=config.max_new_tokens,
+            max_denoising_steps=config.max_denoising_steps,
+            t_min=config.t_min,
+            t_max=config.t_max,
+            sampler=EntropyBound(config.entropy_bound),
+            rule=StableAndConfident(config.stability_threshold, config.confidence_threshold),
+            end_token_ids=config.end_token_ids,
+        )
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """The prompt is in the caches."""
+
+    prompt_tokens: tuple[int, ...]  # per row, images included, padding not
+
+
+@dataclass(frozen=True)
+class Step:
+    """One denoising step of the rows still at work on this block; arrays are numpy, one entry a row of `rows`."""
+
+    block: int
+    step: int  # 1, 2, ...
+    temperature: float
+    rows: tuple[int, ...]  # their places in the batch
+    active: np.ndarray  # [R] bool: rows that had not settled before this step; the others repeat their last state
+    canvas: np.ndarray  # [R, C] what the next step will read: accepted tokens and new noise
+    best: np.ndarray  # [R, C] the most likely tokens
+    entropy: np.ndarray  # [R, C] nats
+    accepted: np.ndarray  # [R, C] bool
+
+
+@dataclass(frozen=True)
+class Block:
+    """A finished block. `tokens` are cut at the end token and at max_new_tokens; rows that ended earlier are absent."""
+
+    block: int
+    rows: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    steps: tuple[int, ...]  # denoising steps of each row, those of redrawn canvases included
+
+
+@dataclass(frozen=True)
+class Done:
+    """Every row is finished."""
+
+    reasons: tuple[str, ...]  # "stop": an end token; "length": max_new_tokens
+    redrawn: tuple[int, ...]  # how often a row's empty first block was drawn again
+
+
+Event = Prefilled | Step | Block | Done
+
+
+@dataclass
+class _Row:
+    """One row of the batch: its own randomness, its pins, and what became of it."""
+
+    place: int
+    key: mx.array
+    pins: Pins
+    room: int  # tokens that may still be emitted
+    reason: str | None = None
+    redrawn: int = 0
+
+    def uniforms(self, shape: tuple[int, ...]) -> mx.array:
+        self.key, now = mx.random.split(self.key)
+        return mx.random.uniform(shape=shape, key=now)
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """A block being written, between two steps; R rows."""
+
+    tokens: mx.array  # [R, C]
+    pinned: mx.array | None  # [R, C] bool
+    active: np.ndarray  # [R] bool
+    steps: np.ndarray  # [R] int: steps taken
+    probabilities: mx.array | None = None  # [R, C, V] what the last step believed
+    best: tuple[np.ndarray, ...] = field(default=())  # the newest canvases of most likely tokens, [R, C] each
+
+
+def denoise(
+    model: DiffusionGemma,
+    ids: np.ndarray,
+    features: Sequence[mx.array],
+    *,
+    options: Options,
+    seeds: Sequence[int],
+    padding: Sequence[int] | None = None,
+    chunk: int | None = None,
+    canvas: np.ndarray | None = None,
+    pins: Sequence[Pins] | None = None,
+) -> Iterator[Event]:
+    """Answer a batch of prompts `ids [B, L]`, row b beginning with `padding[b]` slots of padding.
+
+    `features` are the images' prompt rows (DiffusionGemma.encode_images), `seeds` one whole number a row, `canvas [B, C]`
+    tokens to begin the first block from, `pins` for each row the answer positions that hold a given token.
+    """
+    length, size = model.config.canvas_length, ids.shape[0]
+    _check(model, options, size, seeds, canvas, pins)
+    caches = model.make_caches(padding)
+    model.prefill(ids, features, caches, chunk)
+    hidden = padding if padding is not None else [0] * size
+    yield Prefilled(tuple(ids.shape[1] - int(p) for p in hidden))
+
+    rows = [
+        _Row(b, mx.random.key(seed), pins[b] if pins else {}, options.max_new_tokens) for b, seed in enumerate(seeds)
+    ]
+    everyone = list(rows)
+    for block in range(-(-options.max_new_tokens // length)):
+        start = canvas if block == 0 else None
+        tokens, steps = yield from _write_block(model, caches, rows, block, options, start)
+        yield _finish_block(rows, block, tokens, steps, options)
+        going = [i for i, row in enumerate(rows) if row.reason is None]
+        if not going:
+            break
+        if len(going) < len(rows):  # finished rows leave the batch
+            rows, tokens = [rows[i] for i in going], tokens[going]
+            memo = type(caches[0].memo)(None if padding is None else [padding[row.place] for row in rows])
+            caches = [cache.select(going, memo) for cache in caches]
+        model.extend(mx.array(tokens), caches)
+    yield Done(tuple(row.reason for row in everyone), tuple(row.redrawn for row in everyone))
+
+
+def _check(model, options, size, seeds, canvas, pins) -> None:
+    """Refuse seeds, canvases and pins that do not fit the batch, the canvas or the vocabulary."""
+    length, vocabulary = model.config.canvas_length, model.config.text.vocab_size
+    if len(seeds) != size or (pins is not None and len(pins) != size):
+        raise OptionError(f"{size} prompt(s), {len(seeds)} seed(s), {size if pins is None else len(pins)} set(s) of pins")
+    if canvas is not None:
+        if canvas.shape != (size, length):
+            raise OptionError(f"the seed canvas has shape {canvas.shape}; ({size}, {length}) is needed")
+        if canvas.min() < 0 or canvas.max() >= vocabulary:
+            raise OptionError(f"the seed canvas holds tokens outside 0..{vocabulary - 1}")
+    for position, token in (item for row in pins or () for item in row.items()):
+        if not 0 <= position < options.max_new_tokens or not 0 <= token < vocabulary:
+            raise OptionError(
+                f"pin {position} -> {token}: positions run to {options.max_new_tokens - 1}, tokens to {vocabulary - 1}"
+            )
+
+
+def _write_block(
+    model: DiffusionGemma, caches: Sequence[Cache], rows: list[_Row], block: int, options: Options, start: np.ndarray | None
+) -> Generator[Step, None, tuple[np.ndarray, np.ndarray]]:
+    """Write one block; returns its tokens `[R, C]` and the steps that each row took `[R]`.
+
+    A first block that begins with an end token would be an empty answer: such rows are drawn again, a few times at most.
+    """
+    pending = np.ones(len(rows), dtype=bool)
+    tokens, steps = None, np.zeros(len(rows), dtype=int)
+    while pending.any():
+        state = _begin(model, rows, block, pending, start)
+        for number in range(1, options.max_denoising_steps + 1):
+            state, step = _step(model, caches, rows, block, number, state, options)
+            yield step
+            if not state.active.any():
+                break
+        tokens = state.best[-1] if tokens is None else np.where(pending[:, None], state.best[-1], tokens)
+        steps += state.steps
+        empty = np.isin(tokens[:, 0], options.end_token_ids)
+        again = np.array([block == 0 and row.redrawn < options.max_redraws for row in rows])
+        pending, start = pending & empty & again, None
+        for i in np.flatnonzero(pending):
+            rows[i].redrawn += 1
+    return tokens, steps
+
+
+def _begin(
+    model: DiffusionGemma, rows: list[_Row], block: int, active: np.ndarray, start: np.ndarray | None
+) -> _Canvas:
+    """The canvas before its first step: noise, or the caller's tokens; pins hold theirs. Inactive rows draw nothing."""
+    length, vocabulary = model.config.canvas_length, model.config.text.vocab_size
+    if start is None:
+        still = mx.zeros((length,))
+        tokens = sampling.noise(mx.stack([r.uniforms((length,)) if a else still for r, a in zip(rows, active)]), vocabulary)
+    else:
+        tokens = mx.array(start.astype(np.int32))
+    pinned, held = _pins(rows, block, length)
+    if pinned is not None:
+        tokens = mx.where(pinned, held, tokens)
+    return _Canvas(tokens, pinned, active.copy(), np.zeros(len(rows), dtype=int))
+
+
+def _pins(rows: list[_Row], block: int, length: int) -> tuple[mx.array | None, mx.array | None]:
+    """Which positions of this block are pinned `[R, C]`, and to which tokens; None when none is."""
+    pinned = np.zeros((len(rows), length), dtype=bool)
+    held = np.zeros((len(rows), length), dtype=np.int32)
+    for i, row in enumerate(rows):
+        for position, token in row.pins.items():
+            if position // length == block:
+                pinned[i, position % length], held[i, position % length] = True, token
+    return (mx.array(pinned), mx.array(held)) if pinned.any() else (None, None)
+
+
+def _step(
+    model: DiffusionGemma,
+    caches: Sequence[Cache],
+    rows: list[_Row],
+    block: int,
+    number: int,
+    state: _Canvas,
+    options: Options,
+) -> tuple[_Canvas, Step]:
+    """One step of all active rows: believe, accept, draw, renoise, judge."""
+    length, vocabulary = state.tokens.shape[1], model.config.text.vocab_size
+    steps = options.max_denoising_steps
+    t = sampling.temperature(steps + 1 - number, steps, options.t_min, options.t_max)
+    still = mx.zeros((2, length))
+    uniforms = mx.stack([r.uniforms((2, length)) if a else still for r, a in zip(rows, state.active)])  # [R, 2, C]
+
+    seen = sampling.statistics(model.canvas_logits(state.tokens, caches, state.probabilities) / t)
+    if state.pinned is not None:  # a pinned position is certain
+        seen = replace(
+            seen,
+            best=mx.where(state.pinned, state.tokens, seen.best),
+            entropy=mx.where(state.pinned, 0.0, seen.entropy),
+            confidence=mx.where(state.pinned, 1.0, seen.confidence),
+        )
+    accepted = options.sampler.accept(seen)
+    drawn = sampling.draw(seen.probabilities, uniforms[:, 0])
+    tokens = mx.where(accepted, drawn, sampling.noise(uniforms[:, 1], vocabulary))
+    if state.pinned is not None:
+        tokens, accepted = mx.where(state.pinned, state.tokens, tokens), accepted | state.pinned
+    active = mx.array(state.active)[:, None]
+    tokens = mx.where(active, tokens, state.tokens)
+    mx.eval(tokens, seen.best, seen.entropy, accepted, seen.probabilities)
+
+    best, entropy = np.array(seen.best).astype(np.int32), np.array(seen.entropy)
+    if state.best:
+        best = np.where(state.active[:, None], best, state.best[-1])
+    history = (*state.best, best)[-(options.rule.history + 1) :]
+    after = _Canvas(
+        tokens=tokens,
+        pinned=state.pinned,
+        active=state.active & ~options.rule.settled(history, entropy),
+        steps=state.steps + state.active,
+        probabilities=seen.probabilities,
+        best=history,
+    )
+    places = tuple(row.place for row in rows)
+    return after, Step(block, number, t, places, state.active, np.array(tokens), best, entropy, np.array(accepted))
+
+
+def _finish_block(rows: list[_Row], block: int, tokens: np.ndarray, steps: np.ndarray, options: Options) -> Block:
+    """Cut each row's tokens to what is emitted, and note the rows that end here."""
+    emitted = []
+    for row, line in zip(rows, tokens.tolist()):
+        kept, row.reason = cut(line, options.end_token_ids, row.room)
+        row.room -= len(kept)
+        emitted.append(tuple(kept))
+    return Block(block, tuple(row.place for row in rows), tuple(emitted), tuple(steps.tolist()))

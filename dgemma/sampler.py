@@ -1,0 +1,100 @@
+"""One denoising step's choices: temperature, entropy, which positions to accept, what the others become.
+
+Pure functions of arrays; letters as elsewhere: B rows, C canvas positions, V vocabulary. The rules are those of the model
+card (google/diffusiongemma-26B-A4B-it) and of Ben-Hamu et al. 2025, "Accelerated sampling from masked diffusion models
+via entropy bounded unmasking" (arXiv:2505.24857).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from . import kernels
+from .errors import OptionError
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the model believes about each position, after temperature."""
+
+    probabilities: mx.array  # [B, C, V] float32
+    best: mx.array  # [B, C] the most likely token
+    entropy: mx.array  # [B, C] float32, nats
+    confidence: mx.array  # [B, C] float32, the probability of `best`
+
+
+def temperature(remaining: int, steps: int, t_min: float, t_max: float) -> float:
+    """The schedule: t_max while `remaining` is `steps`, falling on a line towards t_min at 0 (1 is the last step)."""
+    return t_min + (t_max - t_min) * remaining / steps
+
+
+def statistics(logits: mx.array) -> Statistics:
+    """What `logits [B, C, V]`, already divided by the temperature, say of each position."""
+    probabilities = kernels.softmax(logits)
+    peak = logits.max(axis=-1)
+    confidence = probabilities.max(axis=-1)
+    # H = log Z - E[logit]; with log Z = peak - log(confidence) no second pass of exponentials is needed.
+    entropy = peak - mx.log(confidence) - (probabilities * logits).sum(axis=-1)
+    return Statistics(probabilities, logits.argmax(axis=-1), mx.maximum(entropy, 0.0), confidence)
+
+
+def draw(probabilities: mx.array, uniforms: mx.array) -> mx.array:
+    """A token for each position `[B, C]` by the inverse of the distribution function, one uniform number each."""
+    cumulative = mx.cumsum(probabilities, axis=-1)  # [B, C, V]
+    target = uniforms[..., None] * cumulative[..., -1:]  # the last entry is 1 up to rounding
+    below = (cumulative <= target).sum(axis=-1)
+    return mx.minimum(below, probabilities.shape[-1] - 1).astype(mx.int32)
+
+
+def noise(uniforms: mx.array, vocabulary: int) -> mx.array:
+    """Tokens drawn evenly from the whole vocabulary; the model has no mask token."""
+    return mx.minimum((uniforms * vocabulary).astype(mx.int32), vocabulary - 1)
+
+
+class Sampler(Protocol):
+    """Chooses the positions whose drawn tokens stay; every other position becomes noise."""
+
+    def accept(self, statistics: Statistics) -> mx.array:
+        """True where a position is accepted, `[B, C]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class EntropyBound:
+    """Accept positions from the surest on while the entropies before them add up to at most `bound` nats.
+
+    The sum bounds what the accepted positions can still tell each other, so they may be drawn independently. The surest
+    position is always accepted.
+    """
+
+    bound: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bound < float("inf"):
+            raise OptionError(f"the entropy bound is {self.bound}; a finite number above 0 is needed (default 0.1)")
+
+    def accept(self, statistics: Statistics) -> mx.array:
+        """True where a position is accepted, `[B, C]`."""
+        order = mx.argsort(statistics.entropy, axis=-1)
+        ascending = mx.take_along_axis(statistics.entropy, order, axis=-1)
+        chosen = mx.cumsum(ascending, axis=-1) - ascending <= self.bound
+        return mx.put_along_axis(mx.zeros_like(chosen), order, chosen, axis=-1)
+
+
+@dataclass(frozen=True)
+class ConfidenceThreshold:
+    """Accept positions whose most likely token has at least probability `threshold`, and always the surest one."""
+
+    threshold: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise OptionError(f"the confidence threshold is {self.threshold}; a number in (0, 1] is needed (default 0.9)")
+
+    def accept(self, statistics: Statistics) -> mx.array:
+        """True where a position is accepted, `[B, C]`."""
+        surest = statistics.confidence >= statistics.confidence.max(axis=-1, keepdims=True)
+        return (statistics.confidence >= self.threshold) | surest
