@@ -1,0 +1,232 @@
+"""Words to token ids and back: tokenizer, chat template, image places, text that grows block by block.
+
+The template and the tokenizer are the checkpoint's own, applied by transformers. Messages have transformers' form; the
+content of a message is a string or a list of parts:
+
+    [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dgemma.vision import Patches, preprocess
+
+from .config import ModelConfig, read_json
+from .errors import CheckpointError, PromptError
+
+ROLES = ("system", "user", "assistant", "model", "tool")
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model reads it: token ids, each image as begin, soft tokens, end; and the images in that order."""
+
+    ids: tuple[int, ...]
+    images: tuple[Patches, ...]
+
+    @property
+    def image_tokens(self) -> int:
+        """Soft tokens of all images."""
+        return sum(image.soft_tokens for image in self.images)
+
+
+class Chat:
+    """The tokenizer and chat template of one checkpoint."""
+
+    def __init__(self, folder: str | Path, config: ModelConfig):
+        # Imported with the first checkpoint: transformers takes over a second, and `dgemma --help` needs none of it.
+        from transformers import AutoTokenizer
+
+        self.config = config
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # transformers raises what it likes: OSError, ValueError, KeyError, JSON errors
+            raise CheckpointError(f"{folder}: the tokenizer cannot be loaded ({_first_line(error)})") from None
+        if self.tokenizer.chat_template is None:
+            raise CheckpointError(f"{folder}: no chat template; a chat_template.jinja is needed beside the tokenizer")
+        if len(self.tokenizer) > config.text.vocab_size:
+            raise CheckpointError(
+                f"{folder}: the tokenizer has {len(self.tokenizer)} tokens, the model {config.text.vocab_size}"
+            )
+        self.image_budget = _image_budget(Path(folder))
+
+    def prompt(self, messages: Sequence[Message], images: Sequence[Any] = (), *, budget: int | None = None) -> Prompt:
+        """Token ids and images of a conversation that waits for the model's turn.
+
+        `images` fill the image parts that name no picture, in order. `budget` is the most soft tokens an image may take.
+        PromptError when places and images do not match or there is nothing to answer.
+        """
+        filled, sources = fill_images(check_messages(messages), list(images))
+        if sources and self.config.vision is None:
+            raise PromptError(
+                f"{len(sources)} image(s) given, but this checkpoint has no vision tower: it reads text only"
+            )
+        patches = tuple(self._preprocess(source, budget) for source in sources)
+        ids = self.tokenizer.encode(self.render(filled), add_special_tokens=False)
+        places = ids.count(self.config.image_token_id)
+        if places != len(patches):
+            raise PromptError(
+                f"the prompt has {places} image places for {len(patches)} images; does a text spell the image token?"
+            )
+        return Prompt(tuple(self._expand(ids, patches)), patches)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The conversation as the template writes it, up to where the model's turn begins."""
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # jinja's TemplateError, or whatever a template's own code runs into
+            raise PromptError(f"the chat template refuses these messages: {_first_line(error)}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens, without control tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token's own text, control tokens by their names; for drawing a canvas."""
+        words = self.tokenizer.convert_ids_to_tokens([int(i) for i in ids])
+        return [(word or "").replace("▁", " ") for word in words]
+
+    def _preprocess(self, source: Any, budget: int | None) -> Patches:
+        vision, most = self.config.vision, self.image_budget if budget is None else budget
+        return preprocess(source, budget=most, patch_size=vision.patch_size, pooling=vision.pooling_kernel_size)
+
+    def _expand(self, ids: Sequence[int], images: Sequence[Patches]) -> list[int]:
+        config, waiting, expanded = self.config, iter(images), []
+        for token in ids:
+            if token == config.image_token_id:
+                soft = [config.image_token_id] * next(waiting).soft_tokens
+                expanded += [config.boi_token_id, *soft, config.eoi_token_id]
+            else:
+                expanded.append(token)
+        return expanded
+
+
+class TextStream:
+    """The text of one row as its tokens arrive: gives out only what later tokens can no longer change."""
+
+    def __init__(self, chat: Chat):
+        self._chat, self._ids, self._given = chat, [], 0
+
+    def push(self, tokens: Sequence[int], last: bool = False) -> str:
+        """The text that `tokens` add; half a character is held back until the rest comes or the answer ends."""
+        self._ids += tokens
+        text = self._chat.decode(self._ids)
+        stop = len(text) if last else len(text.rstrip("\ufffd"))
+        fresh, self._given = text[self._given : stop], max(self._given, stop)
+        return fresh
+
+
+def conversation(prompt: str | Sequence[Message], images: Sequence[Any]) -> list[Message]:
+    """Messages as they are; a plain string becomes a user's turn with a place for each image before the text."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if not prompt.strip():
+        raise PromptError("the prompt is empty; ask something")
+    parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": prompt}]
+    return [{"role": "user", "content": parts}]
+
+
+def check_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages, if they are a conversation that the model can answer; PromptError says what is wrong with which."""
+    if not messages:
+        raise PromptError("no messages; a conversation has at least one from the user")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or "role" not in message:
+            raise PromptError(f"message {number} is {_brief(message)}; a dict with 'role' and 'content' is needed")
+        if message["role"] not in ROLES:
+            raise PromptError(f"message {number} has role {message['role']!r}; allowed: {', '.join(ROLES)}")
+        content = message.get("content")
+        if isinstance(content, str):
+            continue
+        if not isinstance(content, (list, tuple)):
+            raise PromptError(f"message {number} has content {_brief(content)}; a string or a list of parts is needed")
+        for part in content:
+            _check_part(part, number)
+    if messages[-1]["role"] == "user" and not _says_something(messages[-1]["content"]):
+        raise PromptError("the prompt is empty; ask something")
+    return list(messages)
+
+
+def fill_images(messages: Sequence[Message], images: list[Any]) -> tuple[list[Message], list[Any]]:
+    """Messages whose image parts are bare places, and a picture for each place in order.
+
+    A part may carry its picture (`image`, `url` or `path`); the others are filled from `images`.
+    """
+    waiting, sources, filled = list(images), [], []
+    missing = 0
+    for message in messages:
+        parts = []
+        for part in [message["content"]] if isinstance(message["content"], str) else message["content"]:
+            if isinstance(part, dict) and part.get("type") == "image":
+                own = next((part[key] for key in ("image", "url", "path") if part.get(key) is not None), None)
+                if own is None and not waiting:
+                    missing += 1
+                    continue
+                sources.append(own if own is not None else waiting.pop(0))
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "text", "text": part} if isinstance(part, str) else part)
+        filled.append({**message, "content": parts})
+    if missing or waiting:
+        places = len(images) - len(waiting) + missing
+        raise PromptError(
+            f"{len(images)} image(s) for {places} empty image place(s) in the messages: "
+            + (f"{missing} more needed" if missing else f"{len(waiting)} too many")
+        )
+    return filled, sources
+
+
+def pad(prompts: Sequence[Prompt], pad_token_id: int) -> tuple[np.ndarray, list[int]]:
+    """Ids `[B, L]` padded on the left, and how many slots of padding each row begins with."""
+    length = max(len(prompt.ids) for prompt in prompts)
+    padding = [length - len(prompt.ids) for prompt in prompts]
+    rows = [[pad_token_id] * gap + list(prompt.ids) for gap, prompt in zip(padding, prompts)]
+    return np.array(rows, dtype=np.int32), padding
+
+
+def _image_budget(folder: Path) -> int:
+    """Soft tokens an image may take by default: what the checkpoint's processor config says, else 280."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        if (folder / name).exists():
+            raw = read_json(folder / name)
+            section = raw.get("image_processor") or raw
+            if isinstance(section, dict) and section.get("max_soft_tokens") is not None:
+                return section["max_soft_tokens"]
+    return 280
+
+
+def _check_part(part: Any, number: int) -> None:
+    if isinstance(part, str):
+        return
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str) or kind == "image":
+        return
+    raise PromptError(
+        f"message {number} has a part {_brief(part)}; allowed: {{'type': 'text', 'text': ...}} and {{'type': 'image'}}"
+    )
+
+
+def _says_something(content: Any) -> bool:
+    if isinstance(content, str):
+        return bool(content.strip())
+    return any(
+        (part if isinstance(part, str) else part.get("text", "image" if part["type"] == "image" else "")).strip()
+        for part in content
+    )
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,345 @@
+"""Words and pictures in, events or an Answer out.
+
+    from dgemma import Pipeline
+    pipe = Pipeline.from_pretrained()                       # the demo checkpoint that ships with dgemma
+    answer = pipe("What is in this image?", images=["shapes.png"])
+    print(answer.text)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import weights
+from .chat import Chat, Message, Prompt, TextStream, conversation, pad
+from .config import GenerationConfig
+from .denoise import Block, Done, Options, Pins, Prefilled, Step, denoise
+from .errors import OptionError, PromptError
+from .hub import resolve
+from .model import DiffusionGemma
+from .sampler import ConfidenceThreshold, EntropyBound
+from .stopping import StableAndConfident
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Where the time went; all rows of a batch share it."""
+
+    load: float
+    images: float
+    prefill: float
+    denoise: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the model said, and what it took."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str  # "stop": the model ended it; "length": max_new_tokens did
+    prompt_tokens: int  # images included
+    image_tokens: int
+    steps: tuple[int, ...]  # denoising steps of each block
+    redrawn: int  # how often an empty first block was drawn again
+    seed: int
+    seconds: Seconds
+    peak_memory: int  # bytes, of the whole call
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the answer, the end token not counted."""
+        return len(self.tokens)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks written."""
+        return len(self.steps)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens of the answer per canvas pass."""
+        return self.generated_tokens / max(1, sum(self.steps))
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that a finished block adds to a row."""
+
+    row: int
+    delta: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a stream: the answers, one a row."""
+
+    answers: tuple[Answer, ...]
+
+
+Event = Prefilled | Step | Block | Text | Finished
+
+
+class Pipeline:
+    """A loaded checkpoint, ready to answer."""
+
+    def __init__(self, model: DiffusionGemma, chat: Chat, options: Options, load_seconds: float = 0.0):
+        self.model, self.chat, self.options = model, chat, options
+        self._load_seconds = load_seconds
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        checkpoint: str | Path | None = None,
+        *,
+        revision: str | None = None,
+        image_attention: str = "encoder-window",
+        dtype: mx.Dtype | None = None,
+    ) -> Pipeline:
+        """Load a folder, a hub id, or (None) the demo checkpoint that ships with dgemma.
+
+        `image_attention` is how the tokens of an image see each other: "encoder-window" as in transformers, or
+        "bidirectional" as in Google's JAX code. `dtype` defaults to float32 on a CPU and the stored one on a GPU.
+        """
+        began = time.perf_counter()
+        folder = resolve(checkpoint, revision)
+        model = weights.load(folder, image_attention, dtype)
+        chat = Chat(folder, model.config)
+        options = Options.of(GenerationConfig.read(folder))
+        return cls(model, chat, options, time.perf_counter() - began)
+
+    def __call__(self, prompt: Any, images: Any = None, **settings: Any) -> Answer | list[Answer]:
+        """Answer a prompt (a string or messages), or a list of prompts as one batch.
+
+        `images` are sources that `dgemma.vision.load_image` knows: files, PIL images, arrays, bytes, data: URLs; for a
+        batch, one list a prompt. Settings, all optional:
+
+        seed: whole number, or one a row (a single number s gives row i the seed s + i); default 0
+        max_new_tokens, steps, t_min, t_max: lengths and schedule; default the checkpoint's
+        entropy_bound or confidence_threshold: which positions a step accepts; default the checkpoint's entropy bound
+        stability, confidence: when a block has settled
+        redraws: how often an empty answer is drawn again; default 2
+        image_budget: soft tokens an image may take: 70, 140, 280, 560 or 1120
+        chunk: prompt positions per encoder pass
+        canvas: token ids to begin the first block from; pins: {answer position: token id} held from first to last step
+        """
+        for event in self.stream(prompt, images, **settings):
+            if isinstance(event, Finished):
+                return list(event.answers) if _is_batch(prompt) else event.answers[0]
+        raise AssertionError("a stream ends with Finished")
+
+    def stream(self, prompt: Any, images: Any = None, **settings: Any) -> Iterator[Event]:
+        """The same, as events: Prefilled, then Step after Step, Block and Text for each block, and Finished.
+
+        Input is checked before the first event; closing the iterator stops between two steps.
+        """
+        request = self._request(prompt, images, settings)
+        return self._run(request)
+
+    def _request(self, prompt: Any, images: Any, settings: dict[str, Any]) -> _Request:
+        batch = _is_batch(prompt)
+        prompts = list(prompt) if batch else [prompt]
+        pictures = _per_prompt(images, len(prompts), batch)
+        budget = settings.pop("image_budget", None)
+        request = _Request.of(self.options, len(prompts), batch, settings)
+        read = [
+            self.chat.prompt(conversation(one, sources), sources, budget=budget)
+            for one, sources in zip(prompts, pictures)
+        ]
+        longest = max(len(one.ids) for one in read)
+        limit, length = self.model.config.text.max_position_embeddings, self.model.config.canvas_length
+        room = -(-request.options.max_new_tokens // length) * length
+        if longest + room > limit:
+            raise PromptError(
+                f"the prompt has {longest} tokens and the answer may take {room}; the context is {limit}: "
+                "shorten the prompt, or lower max_new_tokens or the image budget"
+            )
+        return replace(request, prompts=tuple(read))
+
+    def _run(self, request: _Request) -> Iterator[Event]:
+        mx.reset_peak_memory()
+        clock = _Clock()
+        ids, padding = pad(request.prompts, self.model.config.text.pad_token_id)
+        features = self.model.encode_images([image for one in request.prompts for image in one.images])
+        mx.eval(features)
+        images_seconds = clock.lap()
+        rows = [_RowText(TextStream(self.chat)) for _ in request.prompts]
+        prefill_seconds = 0.0
+        for event in denoise(
+            self.model,
+            ids,
+            features,
+            options=request.options,
+            seeds=request.seeds,
+            padding=padding,
+            chunk=request.chunk,
+            canvas=request.canvas,
+            pins=request.pins,
+        ):
+            if isinstance(event, Prefilled):
+                prefill_seconds = clock.lap()
+            if isinstance(event, Done):
+                seconds = Seconds(
+                    load=self._load_seconds, images=images_seconds, prefill=prefill_seconds, denoise=clock.lap()
+                )
+                yield from (Text(i, rest) for i, row in enumerate(rows) if (rest := row.stream.push([], last=True)))
+                yield Finished(tuple(self._answer(request, i, row, event, seconds) for i, row in enumerate(rows)))
+                return
+            yield event
+            if isinstance(event, Block):
+                for i, tokens, steps in zip(event.rows, event.tokens, event.steps):
+                    if delta := rows[i].push(tokens, steps):
+                        yield Text(i, delta)
+
+    def _answer(self, request: _Request, i: int, row: _RowText, done: Done, seconds: Seconds) -> Answer:
+        return Answer(
+            text=self.chat.decode(row.tokens),
+            tokens=tuple(row.tokens),
+            finish_reason=done.reasons[i],
+            prompt_tokens=len(request.prompts[i].ids),
+            image_tokens=request.prompts[i].image_tokens,
+            steps=tuple(row.steps),
+            redrawn=done.redrawn[i],
+            seed=request.seeds[i],
+            seconds=seconds,
+            peak_memory=mx.get_peak_memory(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """One call, checked: prompts read, options resolved, everything one entry a row."""
+
+    prompts: tuple[Prompt, ...] = ()
+    options: Options
+    seeds: tuple[int, ...]
+    chunk: int | None
+    canvas: np.ndarray | None
+    pins: tuple[Pins, ...] | None
+
+    @classmethod
+    def of(cls, options: Options, rows: int, batch: bool, settings: dict[str, Any]) -> _Request:
+        """Settings of a call over the checkpoint's `options`; OptionError names the one that is wrong."""
+        rest = dict(settings)
+        seed, chunk = rest.pop("seed", 0), rest.pop("chunk", None)
+        canvas, pins = rest.pop("canvas", None), rest.pop("pins", None)
+        if chunk is not None and _whole("chunk", chunk) < 1:
+            raise OptionError(f"chunk is {chunk}; at least 1 is needed")
+        if canvas is not None:
+            canvas = np.atleast_2d(np.asarray(canvas))
+            if canvas.dtype.kind not in "iu":
+                raise OptionError(f"the seed canvas holds {canvas.dtype}; whole numbers are needed")
+        if pins is not None:
+            pins = tuple(pins) if batch else (pins,)
+        return cls(
+            options=with_settings(options, rest), seeds=_seeds(seed, rows), chunk=chunk, canvas=canvas, pins=pins
+        )
+
+
+@dataclass
+class _RowText:
+    """What one row has said so far."""
+
+    stream: TextStream
+
+    def __post_init__(self) -> None:
+        self.tokens: list[int] = []
+        self.steps: list[int] = []
+
+    def push(self, tokens: Sequence[int], steps: int) -> str:
+        self.tokens += tokens
+        self.steps.append(steps)
+        return self.stream.push(tokens)
+
+
+class _Clock:
+    """Seconds since the last look."""
+
+    def __init__(self) -> None:
+        self._then = time.perf_counter()
+
+    def lap(self) -> float:
+        then, self._then = self._then, time.perf_counter()
+        return self._then - then
+
+
+def with_settings(options: Options, settings: dict[str, Any]) -> Options:
+    """`options` with the settings of one call (Pipeline.__call__ lists them) put over them; None leaves one as it is."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    bound, threshold = given.pop("entropy_bound", None), given.pop("confidence_threshold", None)
+    if bound is not None and threshold is not None:
+        raise OptionError("entropy_bound and confidence_threshold name two samplers; give one of them")
+    changes: dict[str, Any] = {}
+    if bound is not None:
+        changes["sampler"] = EntropyBound(_real("entropy_bound", bound))
+    if threshold is not None:
+        changes["sampler"] = ConfidenceThreshold(_real("confidence_threshold", threshold))
+    stability, confidence = given.pop("stability", None), given.pop("confidence", None)
+    if stability is not None or confidence is not None:
+        rule = options.rule if isinstance(options.rule, StableAndConfident) else StableAndConfident()
+        changes["rule"] = StableAndConfident(
+            rule.stability if stability is None else _whole("stability", stability),
+            rule.confidence if confidence is None else _real("confidence", confidence),
+        )
+    for setting, field, kind in (
+        ("max_new_tokens", "max_new_tokens", _whole),
+        ("steps", "max_denoising_steps", _whole),
+        ("redraws", "max_redraws", _whole),
+        ("t_min", "t_min", _real),
+        ("t_max", "t_max", _real),
+    ):
+        if setting in given:
+            changes[field] = kind(setting, given.pop(setting))
+    if given:
+        raise OptionError(f"unknown setting {sorted(given)[0]!r}; help(Pipeline.__call__) lists them")
+    return replace(options, **changes)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise OptionError(f"{name} is {value!r}; a whole number is needed")
+    return int(value)
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise OptionError(f"{name} is {value!r}; a number is needed")
+    return float(value)
+
+
+def _seeds(seed: Any, rows: int) -> tuple[int, ...]:
+    """One seed a row."""
+    seeds = list(seed) if isinstance(seed, (list, tuple)) else [_whole("seed", seed) + i for i in range(rows)]
+    if len(seeds) != rows:
+        raise OptionError(f"{len(seeds)} seeds for {rows} prompt(s)")
+    for one in seeds:
+        if not 0 <= _whole("seed", one) < 2**64:
+            raise OptionError(f"seed is {one}; 0 to 2**64 - 1 is allowed")
+    return tuple(int(one) for one in seeds)
+
+
+def _is_batch(prompt: Any) -> bool:
+    """Whether `prompt` is a list of prompts: its items are strings or conversations, not messages."""
+    if isinstance(prompt, str):
+        return False
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        raise PromptError("the prompt is empty; a string, messages, or a list of either is needed")
+    return not isinstance(prompt[0], dict)
+
+
+def _per_prompt(images: Any, rows: int, batch: bool) -> list[list[Any]]:
+    """The image sources of each prompt."""
+    if images is None:
+        return [[] for _ in range(rows)]
+    if not batch:
+        return [list(images) if isinstance(images, (list, tuple)) else [images]]
+    if not isinstance(images, (list, tuple)) or len(images) != rows:
+        raise PromptError(f"a batch of {rows} prompts takes images as {rows} lists, one a prompt (empty for none)")
+    return [list(row) if isinstance(row, (list, tuple)) else [] if row is None else [row] for row in images]

@@ -1,0 +1,92 @@
+"""dgemma computes what transformers computes: tiny random models and the demo checkpoint against stored goldens.
+
+`oracle/make_goldens.py` made the goldens with torch; nothing here needs it. `oracle/live.py` compares with the live
+reference instead, on more prompts and seeds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on an NVIDIA GPU mlx would round float32 products to 10 bits
+
+import pytest
+
+from dgemma import backend
+from dgemma.errors import DgemmaError
+from oracle import cases, demo, ours, record, tiny
+
+GOLDENS = Path(__file__).parent / "oracle" / "goldens"
+TOLERANCE = 1e-4  # of a tensor's largest value
+CHUNK = 5  # shorter than every image block but one
+
+load = functools.lru_cache(maxsize=None)(ours.load)
+load_demo = functools.lru_cache(maxsize=None)(ours.load_folder)
+
+
+@functools.lru_cache(maxsize=None)
+def read_json(name: str) -> dict:
+    return json.loads((GOLDENS / name).read_text())
+
+
+def agree(found: dict, golden: dict) -> None:
+    """Every tensor of `found` equals the golden of its name; the message names the first that does not."""
+    thinned = {name: record.thin(name, array) for name, array in found.items()}
+    far = {kind: worst for kind, worst in record.largest(thinned, golden).items() if not worst[0] < TOLERANCE}
+    assert not far, f"largest difference of each comparison that fails (against {TOLERANCE}): {far}"
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_forward_pass_computes_what_the_reference_computes(name):
+    case, golden = cases.CASES[name], record.read(GOLDENS / f"{name}.npz")
+    pair = cases.canvases(tiny.CONFIGS[case.model], len(case.rows), name)
+    found = ours.measure(load(case.model, case.image_attention), cases.prompt(case), pair)
+    assert found.keys() == golden.keys()
+    agree(found, golden)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_prompt_in_chunks_computes_what_the_reference_computes_in_one(name):
+    case, golden = cases.CASES[name], record.read(GOLDENS / f"{name}.npz")
+    pair = cases.canvases(tiny.CONFIGS[case.model], len(case.rows), name)
+    found = ours.measure(load(case.model, case.image_attention), cases.prompt(case), pair, CHUNK)
+    assert {key for key in golden if not key.startswith("hidden/")} == found.keys()
+    agree(found, golden)
+
+
+@pytest.mark.parametrize("name", cases.GENERATIONS)
+def test_a_generation_takes_the_reference_s_tokens_steps_and_reasons(name):
+    run = cases.GENERATIONS[name]
+    case = cases.CASES[run.case]
+    made = ours.generate(load(case.model, case.image_attention), cases.prompt(case), run.seeds, run.policy)
+    assert made.outcome == read_json("generations.json")[name]
+
+
+# The demo checkpoint -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def goldens_of_demo() -> dict:
+    if not demo.folder().is_dir():
+        pytest.skip("this tree ships no demo checkpoint")
+    stored = read_json("demo.json")
+    assert stored["weights"] == demo.checksum(), "the demo checkpoint changed: run python tests/oracle/make_goldens.py"
+    return stored
+
+
+@pytest.mark.parametrize("name", [name for name, question in demo.QUESTIONS.items() if question.measured])
+def test_the_demo_computes_what_the_reference_computes(name, goldens_of_demo):
+    question, golden = demo.QUESTIONS[name], record.read(GOLDENS / f"demo-{name}.npz")
+    pair = cases.canvases(demo.config(), len(question.rows), name)
+    agree(ours.measure(load_demo(demo.folder()), demo.prompt(question), pair), golden)
+
+
+@pytest.mark.parametrize("name", demo.QUESTIONS)
+def test_the_demo_answers_as_under_the_reference(name, goldens_of_demo):
+    golden, prompt = goldens_of_demo[name], demo.prompt(demo.QUESTIONS[name])
+    assert prompt.ids.tolist() == golden["ids"], "the template or the tokenizer changed: make the goldens anew"
+    made = ours.generate(load_demo(demo.folder()), prompt, golden["seeds"], demo.policy())
+    assert made.outcome == {key: golden[key] for key in ("tokens", "steps", "reasons")}
