@@ -125,19 +125,20 @@ def block_read_mask(offset: int, length: int, start: int, padding: Sequence[int]
     if padding is None:
         return None
     keys = mx.arange(start, offset + length)[None, :]
-    seen = keys >= mx.array(padding)[:, None]  # [B, S + L]
+    seen = (keys >= mx.array(padding)[:, None]) | (keys >= offset)  # [B, S + L]
     return mx.broadcast_to(seen[:, None, None, :], (len(padding), 1, length, seen.shape[-1]))
 
 
 def ring_mask(positions: np.ndarray, padding: Sequence[int] | None) -> mx.array | None:
-    """One query over a ring whose slots hold `positions`, in ring order: everything but padding.
+    """One query, the newest position, over a ring whose slots hold `positions`: everything but padding, and itself.
 
         slots hold 4 5 2 3, padding 3:   x x . x
     """
     padding = _visible_padding(padding, int(positions.min()))
     if padding is None:
         return None
-    return mx.array(positions[None, :] >= np.array(padding)[:, None])[:, None, None, :]
+    real = positions[None, :] >= np.array(padding)[:, None]
+    return mx.array(real | (positions == positions.max()))[:, None, None, :]
 
 
 def _grid(offset: int, length: int, start: int) -> tuple[mx.array, mx.array]:
