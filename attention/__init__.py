@@ -3,6 +3,6 @@
 from .caches import CacheRows, KVCache, RotatingKVCache
 from .masks import MaskMemo
 from .reads import AttentionRead, StepwiseRead
-from .rope import Rotary, rotate
+from .rope import Rotary
 
-__all__ = ["AttentionRead", "CacheRows", "KVCache", "MaskMemo", "RotatingKVCache", "Rotary", "StepwiseRead", "rotate"]
+__all__ = ["AttentionRead", "CacheRows", "KVCache", "MaskMemo", "RotatingKVCache", "Rotary", "StepwiseRead"]

@@ -23,7 +23,7 @@ class Rotary:
     def angles(self, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Cosine and signed sine, each `[B or 1, 1, L, E]` float32, for whole `positions [B or 1, L]`.
 
-        The sine's first half is negated, so that `rotate` needs no negation of its own.
+        The sine's first half is negated, so that turning a vector needs no negation of its own.
         """
         turns = positions.astype(mx.float32)[:, None, :, None] * self._frequencies  # [B, 1, L, E / 2]
         cos, sin = mx.cos(turns), mx.sin(turns)
@@ -38,9 +38,3 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     found = np.zeros(pairs, dtype=np.float32)
     found[:turned] = 1.0 / np.float32(rope.theta) ** exponents
     return found
-
-
-def rotate(x: mx.array, angles: tuple[mx.array, mx.array]) -> mx.array:
-    """`x [B, heads, L, E]` turned by `angles`; in x's dtype, as the reference rounds the angles first."""
-    cos, sin = (a.astype(x.dtype) for a in angles)
-    return x * cos + mx.roll(x, x.shape[-1] // 2, axis=-1) * sin

@@ -19,24 +19,19 @@ from .errors import (  # noqa: E402
     PromptError,
     UserError,
 )
-from .pipeline import Answer, Block, Finished, Pipeline, Prefilled, Seconds, Step, Text  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = [
-    "Answer",
-    "Block",
-    "CheckpointError",
-    "DgemmaError",
-    "Failure",
-    "Finished",
-    "ImageError",
-    "OptionError",
-    "OutputError",
-    "Pipeline",
-    "Prefilled",
-    "PromptError",
-    "Seconds",
-    "Step",
-    "Text",
-    "UserError",
-]
+_PIPELINE = ("Answer", "Block", "Finished", "Pipeline", "Prefilled", "Seconds", "Step", "Text")
+__all__ = sorted(
+    ["CheckpointError", "DgemmaError", "Failure", "ImageError", "OptionError", "OutputError", "PromptError", "UserError"]
+    + list(_PIPELINE)
+)
+
+
+def __getattr__(name: str) -> object:
+    """The pipeline's names, imported at their first use: `dgemma --help` and `dgemma info` need none of them."""
+    if name in _PIPELINE:
+        from . import pipeline  # here, as the docstring says
+
+        return getattr(pipeline, name)
+    raise AttributeError(f"module 'dgemma' has no attribute {name!r}")

@@ -38,6 +38,8 @@ def prepare() -> None:
     if _blas is not None:
         return
     _blas = _choose_blas()
+    # transformers would greet whoever has no torch with a warning; dgemma needs none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import mlx.core as mx  # not above: the BLAS has to be in the process first
 
     if not is_gpu() and not has_compiler():
@@ -60,6 +62,7 @@ def _choose_blas() -> Blas:
         return Blas(
             name="mlx's own", path=None, fast=False, note="mlx was imported before dgemma; import dgemma first"
         )
+    os.environ.setdefault("KMP_BLOCKTIME", "0")  # MKL's idle threads would spin for 200 ms against mlx's own thread
     for name, path in [("custom", wanted)] if wanted else _candidates():
         try:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL).cblas_sgemm
@@ -97,14 +100,14 @@ def has_compiler() -> bool:
 
 def is_gpu() -> bool:
     """Whether mlx computes on a GPU (Metal or CUDA)."""
-    import mlx.core as mx
+    import mlx.core as mx  # not above: see prepare
 
     return mx.default_device() == mx.gpu
 
 
 def device_name() -> str:
     """"Metal", "CUDA" or "CPU", with the device's name where mlx knows it."""
-    import mlx.core as mx
+    import mlx.core as mx  # not above: see prepare
 
     if not is_gpu():
         return "CPU"
@@ -114,6 +117,6 @@ def device_name() -> str:
 
 def activation_dtype(stored: object) -> object:
     """The dtype to compute in, for weights stored in `stored`: float32 on a CPU (bf16 is 30 times slower there)."""
-    import mlx.core as mx
+    import mlx.core as mx  # not above: see prepare
 
     return stored if is_gpu() else mx.float32

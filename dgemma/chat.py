@@ -8,6 +8,7 @@ content of a message is a string or a list of parts:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from .config import ModelConfig, read_json
 from .errors import CheckpointError, PromptError
 
 ROLES = ("system", "user", "assistant", "model", "tool")
+WRITTEN_BY_MODEL = ("assistant", "model")
+TURN_TOKENS = ("<|turn>", "<turn|>")
 Message = dict[str, Any]
 
 
@@ -56,6 +59,8 @@ class Chat:
                 f"{folder}: the tokenizer has {len(self.tokenizer)} tokens, the model {config.text.vocab_size}"
             )
         self.image_budget = _image_budget(Path(folder))
+        images = self.tokenizer.convert_ids_to_tokens([config.image_token_id, config.boi_token_id, config.eoi_token_id])
+        self._reserved = tuple(name for name in (*TURN_TOKENS, *images) if name in self.tokenizer.get_added_vocab())
 
     def prompt(self, messages: Sequence[Message], images: Sequence[Any] = (), *, budget: int | None = None) -> Prompt:
         """Token ids and images of a conversation that waits for the model's turn.
@@ -64,6 +69,7 @@ class Chat:
         PromptError when places and images do not match or there is nothing to answer.
         """
         filled, sources = fill_images(check_messages(messages), list(images))
+        self._check_spelling(filled)
         if sources and self.config.vision is None:
             raise PromptError(
                 f"{len(sources)} image(s) given, but this checkpoint has no vision tower: it reads text only"
@@ -72,8 +78,11 @@ class Chat:
         ids = self.tokenizer.encode(self.render(filled), add_special_tokens=False)
         places = ids.count(self.config.image_token_id)
         if places != len(patches):
-            raise PromptError(
-                f"the prompt has {places} image places for {len(patches)} images; does a text spell the image token?"
+            raise PromptError(f"the chat template made {places} image places for {len(patches)} images")
+        if not ids or max(ids) >= self.config.text.vocab_size:
+            raise CheckpointError(
+                f"template and tokenizer make {'nothing' if not ids else f'token {max(ids)}'} of these messages; "
+                f"tokens 0 to {self.config.text.vocab_size - 1} are needed"
             )
         return Prompt(tuple(self._expand(ids, patches)), patches)
 
@@ -92,6 +101,16 @@ class Chat:
         """Each token's own text, control tokens by their names; for drawing a canvas."""
         words = self.tokenizer.convert_ids_to_tokens([int(i) for i in ids])
         return [(word or "").replace("▁", " ") for word in words]
+
+    def _check_spelling(self, messages: Sequence[Message]) -> None:
+        """Refuse text that the tokenizer would read as the border of a turn or an image."""
+        for number, message in enumerate(messages, 1):
+            for part in message["content"] if message["role"] not in WRITTEN_BY_MODEL else ():
+                spelled = next((name for name in self._reserved if name in part.get("text", "")), None)
+                if spelled is not None:
+                    raise PromptError(
+                        f"message {number} spells {spelled}, which only the chat template may write; put a space inside it"
+                    )
 
     def _preprocess(self, source: Any, budget: int | None) -> Patches:
         vision, most = self.config.vision, self.image_budget if budget is None else budget
@@ -144,6 +163,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
             raise PromptError(f"message {number} has role {message['role']!r}; allowed: {', '.join(ROLES)}")
         content = message.get("content")
         if isinstance(content, str):
+            _check_text(content, number)
             continue
         if not isinstance(content, (list, tuple)):
             raise PromptError(f"message {number} has content {_brief(content)}; a string or a list of parts is needed")
@@ -203,14 +223,22 @@ def _image_budget(folder: Path) -> int:
 
 
 def _check_part(part: Any, number: int) -> None:
-    if isinstance(part, str):
-        return
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str) or kind == "image":
+    if isinstance(part, str):
+        return _check_text(part, number)
+    if kind == "text" and isinstance(part.get("text"), str):
+        return _check_text(part["text"], number)
+    if kind == "image":
         return
     raise PromptError(
         f"message {number} has a part {_brief(part)}; allowed: {{'type': 'text', 'text': ...}} and {{'type': 'image'}}"
     )
+
+
+def _check_text(text: str, number: int) -> None:
+    half = re.search("[\ud800-\udfff]", text)
+    if half:
+        raise PromptError(f"message {number} is no Unicode text: half a surrogate pair (U+{ord(half[0]):04X}); send UTF-8")
 
 
 def _says_something(content: Any) -> bool:

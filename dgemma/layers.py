@@ -12,7 +12,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from dgemma.attention import AttentionRead, rotate
+from dgemma.attention import AttentionRead
 
 from . import kernels
 from .config import Layer, TextConfig
@@ -29,12 +29,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, self.weight, self.eps)
+        return kernels.rms_norm(x, self.weight, self.eps)
 
 
 def unweighted_norm(x: mx.array, eps: float) -> mx.array:
     """`x / rms(x)`, computed in float32."""
-    return mx.fast.rms_norm(x, None, eps)
+    return kernels.rms_norm(x, None, eps)
 
 
 class GeGLU(nn.Module):
@@ -47,7 +47,7 @@ class GeGLU(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(kernels.gelu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(kernels.geglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Attention(nn.Module):
@@ -74,8 +74,8 @@ class Attention(nn.Module):
         queries = self._heads(self.q_proj(x), self.heads)
         keys = self._heads(self.k_proj(x), self.kv_heads)
         values = self._heads(self.v_proj(x), self.kv_heads) if "v_proj" in self else keys
-        queries = rotate(self.q_norm(queries), angles)
-        keys = rotate(self.k_norm(keys), angles)
+        queries = kernels.norm_rotate(queries, self.q_norm.weight, self.eps, angles)
+        keys = kernels.norm_rotate(keys, self.k_norm.weight, self.eps, angles)
         values = unweighted_norm(values, self.eps)
         out = read(keys, values).attend(queries, scale=1.0)
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))  # [B, L, H E]

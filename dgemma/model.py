@@ -154,7 +154,7 @@ class DiffusionGemma(nn.Module):
         """Soft-capped logits `[..., V]` of hidden states `[..., D]`, through the transposed embedding."""
         cap = self.config.text.final_logit_softcapping
         logits = self.embed_tokens.as_linear(x).astype(mx.float32)  # entropies of 0.005 need more than bf16 keeps
-        return kernels.tanh(logits / cap) * cap
+        return kernels.softcap(logits, cap)
 
     # -- shared -------------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class Pipeline:
 
     def __init__(self, model: DiffusionGemma, chat: Chat, options: Options, load_seconds: float = 0.0):
         self.model, self.chat, self.options = model, chat, options
-        self._load_seconds = load_seconds
+        self.load_seconds = load_seconds
 
     @classmethod
     def from_pretrained(
@@ -187,7 +187,7 @@ class Pipeline:
                 prefill_seconds = clock.lap()
             if isinstance(event, Done):
                 seconds = Seconds(
-                    load=self._load_seconds, images=images_seconds, prefill=prefill_seconds, denoise=clock.lap()
+                    load=self.load_seconds, images=images_seconds, prefill=prefill_seconds, denoise=clock.lap()
                 )
                 yield from (Text(i, rest) for i, row in enumerate(rows) if (rest := row.stream.push([], last=True)))
                 yield Finished(tuple(self._answer(request, i, row, event, seconds) for i, row in enumerate(rows)))
@@ -297,6 +297,8 @@ def with_settings(options: Options, settings: dict[str, Any]) -> Options:
     ):
         if setting in given:
             changes[field] = kind(setting, given.pop(setting))
+    if changes.get("max_redraws", 0) < 0:
+        raise OptionError(f"redraws is {changes['max_redraws']}; a whole number of at least 0 is needed (default 2)")
     if given:
         raise OptionError(f"unknown setting {sorted(given)[0]!r}; help(Pipeline.__call__) lists them")
     return replace(options, **changes)

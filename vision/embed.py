@@ -42,7 +42,7 @@ def place(rows: mx.array, ids: np.ndarray, image_token_id: int, features: list[m
     soft = np.asarray(ids) == image_token_id  # [B, L]
     places, given = int(soft.sum()), sum(len(picture) for picture in features)
     if places != given:
-        raise PromptError(f"the prompt has {places} image places, but its {len(features)} images fill {given}")
+        raise PromptError(f"the prompt has {places} image soft tokens, but its {len(features)} images fill {given}")
     if not features:
         return rows
     table = mx.concatenate(features).astype(rows.dtype)  # [places, D]

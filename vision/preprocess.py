@@ -256,7 +256,7 @@ def _rgb(image: Image.Image, name: str) -> Image.Image:
         white = Image.new("RGB", image.size, "white")
         white.paste(layer, mask=layer)
         return white
-    return image.copy() if image.mode == "RGB" else image.convert("RGB")
+    return image.convert("RGB")  # a copy, where it is RGB already
 
 
 def _from_array(array: np.ndarray, name: str) -> Image.Image:

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
             self.weight = mx.ones((size,))
 
     def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, self.get("weight"), self.eps)
+        return kernels.rms_norm(x, self.get("weight"), self.eps)
 
 
 class ClippableLinear(nn.Module):
@@ -99,7 +99,7 @@ class MLP(nn.Module):
         self.down_proj = ClippableLinear(config, config.intermediate_size, config.hidden_size)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(kernels.gelu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(kernels.geglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class EncoderLayer(nn.Module):

@@ -1,0 +1,333 @@
+"""The `dgemma` command: parse, call the pipeline, print its events.
+
+Answers go to stdout, everything else to stderr. Exit codes: 0 done, 2 a mistake in the input (UserError), 1 a failure,
+130 interrupted, 141 nobody reads on. Modules that need mlx or transformers are imported when a command runs, so that
+`dgemma --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+
+from . import render
+from .errors import DgemmaError, OptionError, OutputError, PromptError, UserError
+
+PROG = "dgemma"
+BUDGETS = (70, 140, 280, 560, 1120)  # dgemma.vision.BUDGETS, which comes with numpy
+FLAGS = {  # the library's names in its messages -> what was typed here
+    "max_new_tokens": "--max-tokens",
+    "max_denoising_steps": "--steps",
+    "max_redraws": "--redraws",
+    "t_min": "--t-min",
+    "t_max": "--t-max",
+}
+SETTINGS = {  # arguments -> settings of Pipeline.stream
+    "max_tokens": "max_new_tokens",
+    **{
+        name: name
+        for name in (
+            "seed", "steps", "t_min", "t_max", "entropy_bound", "confidence_threshold", "stability", "confidence",
+            "redraws", "image_budget", "chunk",
+        )
+    },
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Whatever goes wrong is one line on stderr."""
+    quieten()
+    try:
+        code = run(argv)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return complain("interrupted", 130)
+    except BrokenPipeError:
+        discard_stdout()
+        return 141
+    except Exception as error:  # noqa: BLE001: a traceback is a defect
+        if os.environ.get("DGEMMA_DEBUG"):
+            traceback.print_exc()
+        return report(error)
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse and run one command; returns its exit code."""
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as end:  # --help and --version have printed what was asked for
+        return end.code or 0
+    return args.run(args)
+
+
+def report(error: Exception) -> int:
+    """Say on stderr what went wrong; returns the exit code."""
+    if isinstance(error, UserError):
+        return complain(in_flags(error), 2)
+    if isinstance(error, DgemmaError):
+        return complain(error, 1)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        discard_stdout()
+        return complain(f"{error.filename or 'the output'} cannot be written ({error.strerror})", 2)
+    if isinstance(error, MemoryError):
+        return complain("out of memory; a smaller model, a shorter prompt or fewer images need less", 1)
+    return complain(f"failed ({type(error).__name__}: {error}); DGEMMA_DEBUG=1 shows where", 1)
+
+
+def complain(message: object, code: int) -> int:
+    """One line on stderr; returns `code`."""
+    print(f"{PROG}: {render.one_line(message)}", file=sys.stderr)
+    return code
+
+
+def in_flags(error: UserError) -> str:
+    """A message with this command's spelling of the options."""
+    if not isinstance(error, (OptionError, PromptError)):
+        return str(error)
+    return re.sub(r"\b(" + "|".join(FLAGS) + r")\b", lambda name: FLAGS[name[1]], str(error))
+
+
+def discard_stdout() -> None:
+    """Nothing can be written any more: keep Python from trying again, and failing aloud, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def quieten() -> None:
+    """Libraries have no say on stderr; DGEMMA_DEBUG=1 gives it back."""
+    if os.environ.get("DGEMMA_DEBUG"):
+        return
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line like any other."""
+
+    def error(self, message: str) -> None:
+        """Raise OptionError instead of printing the usage."""
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+
+def parser() -> Parser:
+    """All commands and their options."""
+    top = Parser(
+        prog=PROG,
+        description="DiffusionGemma on MLX: text and images in, text out, written a block at a time by denoising.",
+        epilog=examples(
+            'dgemma generate --image shapes.png "What is in this image?"',
+            "dgemma chat",
+            "dgemma info",
+            "dgemma doctor",
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action=Version, help="print the version and exit")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_generate(commands)
+    add_chat(commands)
+    add_info(commands)
+    add_doctor(commands)
+    return top
+
+
+class Version(argparse.Action):
+    """--version, looked up when asked for."""
+
+    def __init__(self, **settings):
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser, *_) -> None:
+        from . import __version__
+
+        print(f"{PROG} {__version__}")
+        parser.exit()
+
+
+def examples(*lines: str) -> str:
+    """The end of a help text; tests/test_cli.py runs each line."""
+    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def command(commands, name: str, run: Callable, summary: str, *lines: str) -> Parser:
+    """A subcommand with its help."""
+    made = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=examples(*lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.set_defaults(run=run)
+    return made
+
+
+def add_generate(commands) -> None:
+    made = command(
+        commands,
+        "generate",
+        generate,
+        "answer one prompt",
+        'dgemma generate "Count from 3 to 14."',
+        'dgemma generate --image shapes.png "What is in this image?"',
+        'dgemma generate --image shapes.png --watch "List every shape from left to right."',
+        'dgemma generate --image shapes.png --image digits.png "Which picture has more shapes?"',
+        'echo "Count from 3 to 14." | dgemma generate --json --seed 7 -',
+        'dgemma generate --image digits.png --steps 16 --output answer.txt "Read the number."',
+    )
+    made.add_argument("prompt", metavar="PROMPT", help='what to ask; "-" reads it from stdin')
+    made.add_argument("--image", metavar="FILE", action="append", default=[], help="a picture; may be given many times")
+    add_model_options(made)
+    add_sampler_options(made)
+    made.add_argument("--watch", action="store_true", help="draw the canvas on stderr as it settles")
+    made.add_argument("--json", action="store_true", help="print one JSON object: the answer and what it took")
+    made.add_argument("--output", metavar="FILE", help="write the answer to a file, whole or not at all, not to stdout")
+    made.add_argument("--stats", action="store_true", help="say on stderr what it took (a terminal is always told)")
+    made.add_argument("--quiet", action="store_true", help="no progress and no statistics on a terminal")
+
+
+def add_chat(commands) -> None:
+    made = command(
+        commands,
+        "chat",
+        chat,
+        "talk in several turns; /help lists its commands",
+        "dgemma chat",
+        'echo "Count from 3 to 14." | dgemma chat',
+        'dgemma chat --system "Answer briefly." --seed 7',
+    )
+    add_model_options(made)
+    add_sampler_options(made)
+    made.add_argument("--watch", action="store_true", help="draw the canvas on stderr as it settles")
+    made.add_argument("--stats", action="store_true", help="say on stderr what each answer took")
+    made.add_argument("--quiet", action="store_true", help="no progress on a terminal")
+
+
+def add_info(commands) -> None:
+    made = command(
+        commands,
+        "info",
+        info,
+        "show the geometry, parameters and bytes of a checkpoint, without loading it",
+        "dgemma info",
+        "dgemma info --json",
+    )
+    made.add_argument("model", metavar="MODEL", nargs="?", help="as --model of generate; default demo")
+    made.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_doctor(commands) -> None:
+    made = command(
+        commands,
+        "doctor",
+        doctor,
+        "check this machine: device, BLAS, compiler, versions, measured speed",
+        "dgemma doctor",
+        "dgemma doctor --json",
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_model_options(made: Parser) -> None:
+    group = made.add_argument_group("model")
+    group.add_argument("--model", metavar="MODEL", help="a folder, a hub id such as google/name, or demo (default)")
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
+    group.add_argument("--system", metavar="TEXT", help="a system turn before the first")
+    group.add_argument("--image-budget", metavar="N", type=whole, choices=BUDGETS, help="soft tokens an image may take: %(choices)s")
+    group.add_argument(
+        "--image-attention",
+        choices=("encoder-window", "bidirectional"),
+        default="encoder-window",
+        help="how the tokens of an image see each other: as in transformers (default), or as in Google's JAX code",
+    )
+    group.add_argument("--chunk", metavar="N", type=whole, help="prompt positions per encoder pass; less needs less memory")
+
+
+def add_sampler_options(made: Parser) -> None:
+    group = made.add_argument_group("sampling (defaults: the checkpoint's)")
+    group.add_argument("--seed", metavar="N", type=whole, default=0, help="default 0; the same seed gives the same answer")
+    group.add_argument("--max-tokens", metavar="N", type=whole, help="the longest answer")
+    group.add_argument("--steps", metavar="N", type=whole, help="denoising steps a block may take")
+    group.add_argument("--t-max", metavar="T", type=real, help="temperature of the first step")
+    group.add_argument("--t-min", metavar="T", type=real, help="temperature that the last step nears")
+    accept = group.add_mutually_exclusive_group()
+    accept.add_argument("--entropy-bound", metavar="X", type=real, help="accept the surest positions up to X nats in sum")
+    accept.add_argument("--confidence-threshold", metavar="X", type=real, help="or: accept positions at least X sure")
+    group.add_argument("--stability", metavar="N", type=whole, help="a block has settled when N steps changed nothing")
+    group.add_argument("--confidence", metavar="X", type=real, help="... and its mean entropy is below X nats")
+    group.add_argument("--redraws", metavar="N", type=whole, help="how often an empty answer is drawn again")
+
+
+def whole(text: str) -> int:
+    """A whole number from the command line."""
+    try:
+        return int(text)
+    except ValueError:  # also for more than 4,300 digits
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from None
+
+
+def real(text: str) -> float:
+    """A number from the command line."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """The settings of Pipeline.stream that were given."""
+    return {name: value for arg, name in SETTINGS.items() if (value := getattr(args, arg)) is not None}
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def generate(args: argparse.Namespace) -> int:
+    """`dgemma generate`."""
+    from . import talk
+
+    return talk.generate(args, settings(args))
+
+
+def chat(args: argparse.Namespace) -> int:
+    """`dgemma chat`."""
+    from . import talk
+
+    return talk.chat(args, settings(args))
+
+
+def info(args: argparse.Namespace) -> int:
+    """`dgemma info`."""
+    from . import info as module
+
+    found = module.read(args.model, args.revision)
+    sys.stdout.write(render.json_line(found) if args.json else module.text(found))
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """`dgemma doctor`."""
+    from . import doctor as module
+
+    found = module.examine()
+    sys.stdout.write(render.json_line(found) if args.json else module.text(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

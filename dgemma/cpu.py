@@ -1,0 +1,197 @@
+"""The same operations for mlx's CPU backend, in float32; other dtypes get the plain ones.
+
+Two facts about mlx 0.32 on x86-64 shape this module (measured; docs/backends.md): it takes exponentials one value at a
+time (10 ns each, numpy's are vectorised: 1.3 ns), and every operation costs about 4 us to schedule, which on a canvas of
+a few thousand numbers is most of the time. So matrix products stay mlx's (they reach the BLAS), and what lies between
+them is done by numpy in mlx's own memory: `np.array(a, copy=False)` of an evaluated array is a view of it (mlx
+documentation, "Conversion to NumPy and Other Frameworks").
+
+Everything here evaluates, so nothing here can be traced by mx.compile or mx.grad.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import numpy as np
+
+from . import plain
+from .plain import Angles
+
+THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+STRIP = 1 << 15  # numbers of a strip that stays in a core's cache through several passes (128 KiB)
+PIECE = 1 << 24  # attention scores held at once (64 MiB); longer queries go piece by piece
+GELU = np.float32(0.7978845608028654)
+
+_pool = ThreadPoolExecutor(max(1, THREADS - 1), thread_name_prefix="dgemma-cpu")
+
+
+def _of_float32(function: Callable) -> Callable:
+    """`function` for float32, the plain formulation of the same name for anything else: numpy knows no bfloat16."""
+    other = getattr(plain, function.__name__)
+
+    @functools.wraps(function)
+    def chosen(x: mx.array, *arguments, **named) -> mx.array:
+        return (function if x.dtype == mx.float32 else other)(x, *arguments, **named)
+
+    return chosen
+
+
+def _view(x: mx.array) -> np.ndarray:
+    """mlx's own memory as a numpy array: writes reach the array, so write only to results that nobody else reads."""
+    mx.eval(x)
+    return np.array(x, copy=False)
+
+
+def _in_strips(function, *arrays: np.ndarray) -> None:
+    """function(*strips) over strips of rows of every array, on all cores; the arrays share their first axis."""
+    rows, width = len(arrays[0]), max(1, arrays[0].size // max(1, len(arrays[0])))
+    if arrays[0].size <= STRIP:
+        function(*arrays)
+        return
+    strip = max(1, STRIP // width)
+
+    def work(begin: int, end: int) -> None:
+        for i in range(begin, end, strip):
+            function(*(a[i : min(i + strip, end)] for a in arrays))
+
+    cuts = [rows * i // THREADS for i in range(THREADS + 1)]
+    others = [_pool.submit(work, *cut) for cut in zip(cuts[1:], cuts[2:])]
+    work(cuts[0], cuts[1])
+    for other in others:
+        other.result()
+
+
+@_of_float32
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """As plain.rms_norm."""
+    return mx.array(_normed(_view(x), weight, eps))
+
+
+def _normed(x: np.ndarray, weight: mx.array | None, eps: float) -> np.ndarray:
+    scale = np.einsum("...i,...i->...", x, x)
+    scale /= x.shape[-1]
+    scale += eps
+    np.sqrt(scale, out=scale)
+    out = x / scale[..., None]
+    if weight is not None:
+        out *= _view(weight)
+    return out
+
+
+@_of_float32
+def norm_rotate(x: mx.array, weight: mx.array, eps: float, angles: Angles) -> mx.array:
+    """As plain.norm_rotate."""
+    cos, sin = (_view(a) for a in angles)
+    normed, half = _normed(_view(x), weight, eps), x.shape[-1] // 2
+    out = normed * cos
+    out[..., :half] += normed[..., half:] * sin[..., :half]
+    out[..., half:] += normed[..., :half] * sin[..., half:]
+    return mx.array(out)
+
+
+@_of_float32
+def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None) -> mx.array:
+    """As plain.attention; long queries go piece by piece, so that the scores stay within 64 MiB."""
+    batch, heads, length, _ = queries.shape
+    piece = max(1, PIECE // (batch * heads * keys.shape[2]))
+    parts = []
+    for i in range(0, length, piece):
+        seen = None if mask is None else mask[:, :, i : i + piece]
+        parts.append(_attend(queries[:, :, i : i + piece], keys, values, scale, seen))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None) -> mx.array:
+    batch, heads, length, width = queries.shape
+    groups, stored = keys.shape[1], keys.shape[2]
+    queries = queries if scale == 1.0 else queries * scale
+    scores = queries.reshape(batch, groups, -1, width) @ keys.swapaxes(2, 3)  # [B, K, H/K L, T]
+    view = _view(scores).reshape(batch, groups, -1, length, stored)  # [B, K, H/K, L, T]
+    if mask is not None:
+        np.copyto(view, np.float32(-np.inf), where=~_view(mask)[:, :, None])
+    sums = np.empty((*view.shape[:-1], 1), np.float32)
+    _in_strips(_exponentials, view.reshape(-1, stored), sums.reshape(-1, 1))
+    # Dividing after the product touches E numbers a row instead of T.
+    out = (scores @ values) / mx.array(sums.reshape(batch, groups, -1, 1))
+    return out.reshape(batch, heads, length, width)
+
+
+def _exponentials(scores: np.ndarray, sums: np.ndarray) -> None:
+    scores -= scores.max(axis=1, keepdims=True)
+    np.exp(scores, out=scores)
+    np.sum(scores, axis=1, keepdims=True, out=sums)
+
+
+@_of_float32
+def geglu(gate: mx.array, up: mx.array) -> mx.array:
+    """As plain.geglu."""
+    mx.eval(gate, up)
+    a, b = (np.array(x, copy=False).reshape(-1, x.shape[-1]) for x in (gate, up))
+    out = np.empty(a.shape, np.float32)
+    _in_strips(_geglu, a, b, out)
+    return mx.array(out.reshape(gate.shape))
+
+
+def _geglu(gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> None:
+    np.multiply(gate, gate, out=out)
+    out *= np.float32(0.044715) * GELU
+    out += GELU
+    out *= gate
+    np.tanh(out, out=out)
+    out += np.float32(1)
+    out *= gate
+    out *= up
+    out *= np.float32(0.5)
+
+
+@_of_float32
+def softcap(logits: mx.array, cap: float) -> mx.array:
+    """As plain.softcap."""
+    out = _view(logits) * np.float32(1 / cap)
+    rows = out.reshape(-1, out.shape[-1])
+    _in_strips(lambda part: np.tanh(part, out=part), rows)
+    out *= np.float32(cap)
+    return mx.array(out)
+
+
+@_of_float32
+def softmax(logits: mx.array) -> mx.array:
+    """As plain.softmax."""
+    out = np.array(logits)  # a copy: the caller keeps the logits
+    rows = out.reshape(-1, out.shape[-1])
+    sums = np.empty((len(rows), 1), np.float32)
+    _in_strips(_exponentials, rows, sums)
+    rows /= sums
+    return mx.array(out)
+
+
+@_of_float32
+def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
+    """As plain.experts, by one padded batch of rows an expert: mlx's gather_mm is slow here."""
+    count, k = chosen.shape
+    mx.eval(rows, chosen, weights)
+    picked = np.array(chosen).reshape(-1)  # [T k]
+    order = np.argsort(picked, kind="stable")  # pairs of row and expert, expert after expert
+    sizes = np.bincount(picked, minlength=gate_up.shape[0])
+    first = np.cumsum(sizes) - sizes
+    busy = np.flatnonzero(sizes)
+    slot = np.empty(gate_up.shape[0], np.int64)
+    slot[busy] = np.arange(len(busy))
+    sorted_experts = picked[order]
+    place = slot[sorted_experts] * sizes.max() + np.arange(count * k) - first[sorted_experts]  # of each sorted pair
+    x = np.zeros((len(busy) * sizes.max(), rows.shape[1]), np.float32)
+    x[place] = np.array(rows, copy=False)[order // k]
+    if len(busy) < len(sizes):
+        index = mx.array(busy)
+        gate_up, down = gate_up[index], down[index]
+    batch = mx.array(x.reshape(len(busy), -1, rows.shape[1]))  # [experts at work, most rows of one, D]
+    gate, up = mx.split(batch @ gate_up.swapaxes(1, 2), 2, axis=-1)
+    out = _view(geglu(gate, up) @ down.swapaxes(1, 2)).reshape(-1, down.shape[1])
+    pairs = np.empty(count * k, np.int64)
+    pairs[order] = place
+    return mx.array(np.einsum("tkd,tk->td", out[pairs.reshape(count, k)], np.array(weights, copy=False)))

@@ -1,0 +1,68 @@
+"""The operations that have one formulation per backend, in plain mlx: what GPUs run, and what the others must equal.
+
+Letters: B batch, L positions, H query heads, K key/value heads, E head width, T rows or keys, D hidden, X experts, I their
+inner width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+Angles = tuple[mx.array, mx.array]  # cosine and signed sine: see dgemma.attention.rope
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """`x / rms(x) * weight` over the last axis, computed in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    return mx.fast.rms_norm(x, weight, eps)
+
+
+def rotate(x: mx.array, angles: Angles) -> mx.array:
+    """`x [B, heads, L, E]` turned by `angles`; in x's dtype, as the reference rounds the angles first."""
+    cos, sin = (a.astype(x.dtype) for a in angles)
+    return x * cos + mx.roll(x, x.shape[-1] // 2, axis=-1) * sin
+
+
+def norm_rotate(x: mx.array, weight: mx.array, eps: float, angles: Angles) -> mx.array:
+    """`rotate(rms_norm(x))` of queries or keys `[B, heads, L, E]`."""
+    return rotate(rms_norm(x, weight, eps), angles)
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None) -> mx.array:
+    """Softmax attention: queries `[B, H, L, E]`, keys and values `[B, K, T, E]`, mask `[B or 1, 1, L, T]` or None."""
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """The tanh form of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), elementwise."""
+    return 0.5 * x * (1.0 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def geglu(gate: mx.array, up: mx.array) -> mx.array:
+    """`gelu(gate) * up`."""
+    return gelu(gate) * up
+
+
+def softcap(logits: mx.array, cap: float) -> mx.array:
+    """Logits bent smoothly into (-cap, cap), float32."""
+    return mx.tanh(logits / cap) * cap
+
+
+def softmax(logits: mx.array) -> mx.array:
+    """Softmax over the last axis, float32."""
+    return mx.softmax(logits, axis=-1, precise=True)
+
+
+def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
+    """The weighted sum of each row's chosen experts.
+
+    rows `[T, D]`, chosen `[T, k]` int, weights `[T, k]`, gate_up `[X, 2 I, D]` (gate first), down `[X, D, I]`; returns
+    `[T, D]`.
+    """
+    count, k = chosen.shape
+    order = mx.argsort(chosen.flatten())  # rows of one expert side by side, so that its weights are read once
+    expert, source = chosen.flatten()[order], order // k
+    hidden = mx.gather_mm(rows[source][:, None], gate_up.swapaxes(1, 2), rhs_indices=expert, sorted_indices=True)
+    gate, up = mx.split(hidden, 2, axis=-1)  # [T k, 1, I] each
+    out = mx.gather_mm(geglu(gate, up), down.swapaxes(1, 2), rhs_indices=expert, sorted_indices=True)
+    out = out[:, 0][mx.argsort(order)].reshape(count, k, -1)  # [T, k, D]
+    return (out * weights[..., None].astype(out.dtype)).sum(axis=1)

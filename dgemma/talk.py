@@ -1,0 +1,320 @@
+"""`dgemma generate` and `dgemma chat`: one answer, and a conversation.
+
+What can be checked is checked before the weights are read: a mistyped option must not cost a minute of loading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dgemma.vision import load_image
+
+from . import render, weights
+from .chat import Chat, Message, conversation
+from .config import GenerationConfig, ModelConfig
+from .denoise import Options
+from .errors import OutputError, PromptError, UserError
+from .hub import resolve
+from .pipeline import Event, Finished, Pipeline, with_settings
+from .terminal import Progress, Speaker, Transcript, Watch, show
+
+Settings = dict[str, Any]
+NOT_OPTIONS = ("seed", "image_budget", "chunk")  # settings of a stream that are no sampling options
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+def generate(args: argparse.Namespace, settings: Settings) -> int:
+    """Answer one prompt; returns the exit code."""
+    if args.output:
+        check_output(args.output)
+    text = read_stdin() if args.prompt == "-" else args.prompt
+    messages = begin(args.system) + conversation(text, args.image)
+    images = [home(path) for path in args.image]
+    transcript, speaker = Transcript(args.seed), Speaker(wanted=not (args.json or args.output))
+    interrupted = False
+    try:
+        with Progress(wanted=not args.quiet) as progress:
+            chat, finish = prepare(args, settings)
+            image_tokens = chat.prompt(messages, images, budget=args.image_budget).image_tokens
+            pipe = finish(progress)
+            transcript = Transcript(args.seed, pipe.load_seconds, image_tokens)
+            watch = watcher(pipe, settings) if args.watch else None
+            show(pipe.stream(messages, images, **settings), transcript, speaker, progress, watch)
+    except KeyboardInterrupt:
+        interrupted = True
+    deliver(args, transcript)
+    if interrupted:
+        print(f"dgemma: interrupted {transcript.where}", file=sys.stderr)
+    elif args.stats or (sys.stderr.isatty() and not args.quiet and not args.json):
+        print(render.stats(transcript.answer()), file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+def deliver(args: argparse.Namespace, transcript: Transcript) -> None:
+    """The answer as JSON, to a file, or both; plain text has gone to stdout already."""
+    answer = transcript.answer()
+    if args.json:
+        written = render.json_line(render.as_json(answer, args.model or "demo"))
+    else:
+        written = answer.text if answer.text.endswith("\n") else answer.text + "\n"
+    if args.output and (args.json or answer.text or transcript.finished is not None):
+        write_whole(args.output, written)
+    elif args.json:
+        sys.stdout.write(written)
+        sys.stdout.flush()
+
+
+def prepare(args: argparse.Namespace, settings: Settings) -> tuple[Chat, Callable[[Progress], Pipeline]]:
+    """The checkpoint's chat, its options checked; and what loads the weights after that."""
+    began = time.perf_counter()
+    folder = resolve(args.model, args.revision)
+    options = Options.of(GenerationConfig.read(folder))
+    with_settings(options, {name: value for name, value in settings.items() if name not in NOT_OPTIONS})
+    chat = Chat(folder, ModelConfig.read(folder))
+
+    def finish(progress: Progress) -> Pipeline:
+        progress.now(f"loading {args.model or 'demo'}")
+        model = weights.load(folder, args.image_attention)
+        return Pipeline(model, chat, options, time.perf_counter() - began)
+
+    return chat, finish
+
+
+def watcher(pipe: Pipeline, settings: Settings) -> Watch:
+    """What draws this checkpoint's canvases."""
+    special = (i for i, token in pipe.chat.tokenizer.added_tokens_decoder.items() if token.special)
+    return Watch(render.Inks(pipe.chat.pieces, frozenset(special)), settings.get("steps") or pipe.options.max_denoising_steps)
+
+
+def begin(system: str | None) -> list[Message]:
+    """The messages before the first turn."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def home(path: str) -> str:
+    """`path` with a leading ~ spelled out, for shells that did not (--image=~/cat.png)."""
+    return os.path.expanduser(path) if path.startswith("~") else path
+
+
+def read_stdin() -> str:
+    """The prompt from stdin."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig").rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"stdin is not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})") from None
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def check_output(name: str) -> None:
+    """Refuse an output that cannot be written before any work is done."""
+    try:
+        path = Path(name).expanduser()
+        parent = path.resolve().parent
+        if path.is_dir():
+            raise OutputError(f"{name}: is a folder; give a file to write")
+        if not parent.is_dir():
+            raise OutputError(f"{name}: there is no folder {parent}; make it first")
+        if not os.access(path if path.exists() else parent, os.W_OK):
+            raise OutputError(f"{name}: cannot be written (permission denied)")
+    except (ValueError, RuntimeError, OSError) as error:  # a NUL, no home, a name too long
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"{name}: not a file that can be written ({reason})") from None
+
+
+def write_whole(name: str, text: str) -> None:
+    """Write a file whole or not at all: beside it first, then renamed over it. A device or pipe is written directly."""
+    path = Path(name).expanduser().resolve()
+    data = text.encode("utf-8", "backslashreplace")
+    part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    try:
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            path.write_bytes(data)
+            return
+        try:
+            with part.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OutputError(f"{name}: cannot be written ({error.strerror or error}); nothing was kept") from None
+
+
+# -- chat -------------------------------------------------------------------------------------------------------------
+
+HELP = """\
+/image FILE ...  attach pictures to the next message (quote names with spaces)
+/drop            detach them
+/retry           answer the last message again, from another seed
+/history         show the conversation
+/reset           begin anew
+/exit            leave (so do end of input and Ctrl-D); Ctrl-C stops an answer
+A message that begins with a slash is written with two."""
+
+
+class Conversation:
+    """Turns so far and pictures for the next one. A verb that fails leaves everything as it was."""
+
+    def __init__(self, pipe: Pipeline, settings: Settings, system: str | None = None):
+        self.pipe, self._opening = pipe, begin(system)
+        self._budget = settings.get("image_budget")
+        self._settings = {name: value for name, value in settings.items() if name != "seed"}
+        self._seed, self._tries = settings.get("seed", 0), 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every turn and every picture."""
+        self.messages: list[Message] = list(self._opening)
+        self.pictures: list[tuple[str, Any]] = []  # name and pixels: the file may be gone at the next turn
+
+    def attach(self, names: Sequence[str]) -> None:
+        """Pictures for the next message; all of them or, when one is bad, none."""
+        found = []
+        for name in names:
+            self.pipe.chat.prompt(conversation("?", [name]), [home(name)], budget=self._budget)  # would it do?
+            found.append((name, load_image(home(name))))
+        self.pictures += found
+
+    def ask(self, text: str) -> Iterator[Event]:
+        """Events of the answer to a message."""
+        if not text.strip():
+            raise PromptError("the message is empty; ask something")
+        parts = [{"type": "image", "image": pixels, "name": name} for name, pixels in self.pictures]
+        asked = [*self.messages, {"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+        yield from self._answer(asked, 0)
+        self.pictures = []
+
+    def retry(self) -> Iterator[Event]:
+        """Events of another answer to the last message."""
+        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
+            raise PromptError("there is no answer yet to try again; ask something first")
+        yield from self._answer(self.messages[:-1], self._tries + 1)
+
+    def history(self) -> Iterator[str]:
+        """The conversation, a line a turn; and what waits for the next one."""
+        for message in self.messages:
+            content = message["content"]
+            if not isinstance(content, str):
+                images = [f"[{part['name']}]" for part in content if part["type"] == "image"]
+                content = " ".join([*images, *(part["text"] for part in content if part["type"] == "text")])
+            yield f"{message['role']}: {content}"
+        if self.pictures:
+            yield f"attached to the next message: {', '.join(name for name, _ in self.pictures)}"
+
+    def _answer(self, asked: list[Message], tries: int) -> Iterator[Event]:
+        for event in self.pipe.stream(asked, seed=self._seed + tries, **self._settings):
+            if isinstance(event, Finished):
+                self.messages = [*asked, {"role": "assistant", "content": event.answers[0].text}]
+                self._tries = tries
+            yield event
+
+
+def chat(args: argparse.Namespace, settings: Settings) -> int:
+    """Talk until the input ends; returns the exit code: 2 when a script's line was refused."""
+    with Progress(wanted=not args.quiet) as progress:
+        _, finish = prepare(args, settings)
+        talk = Conversation(finish(progress), settings, args.system)
+    live = sys.stdin.isatty()
+    if live:
+        print(f"{args.model or 'demo'} on {device()}. /help lists the commands.", file=sys.stderr)
+    refused = False
+    for line in lines(live):
+        try:
+            if not obey(line, talk, args, settings):
+                break
+        except UserError as error:
+            print(f"dgemma: {render.one_line(error)}", file=sys.stderr)
+            refused = not live
+        except KeyboardInterrupt:
+            if not live:
+                raise
+            print("dgemma: stopped; the conversation is as it was", file=sys.stderr)
+    return 2 if refused else 0
+
+
+def obey(line: str, talk: Conversation, args: argparse.Namespace, settings: Settings) -> bool:
+    """Do what one line says; False: leave."""
+    verb, _, rest = line.strip().partition(" ")
+    if not verb:
+        return True
+    if verb == "/exit":
+        return False
+    if verb == "/help":
+        print(HELP)
+    elif verb == "/reset":
+        talk.reset()
+    elif verb == "/history":
+        print(render.printable("\n".join(talk.history()) or "nothing has been said"))
+    elif verb == "/drop":
+        talk.pictures = []
+    elif verb == "/image":
+        talk.attach(file_names(rest.strip()))
+    elif verb == "/retry":
+        answer(talk.retry(), talk, args, settings)
+    elif verb.startswith("/") and not verb.startswith("//"):
+        raise PromptError(f"unknown command {verb}; /help lists them, and a message that begins with / is written with //")
+    else:
+        answer(talk.ask(line[1:] if verb.startswith("//") else line), talk, args, settings)
+    sys.stdout.flush()
+    return True
+
+
+def answer(events: Iterator[Event], talk: Conversation, args: argparse.Namespace, settings: Settings) -> None:
+    """Play one answer."""
+    transcript = Transcript(args.seed)
+    watch = watcher(talk.pipe, settings) if args.watch else None
+    with Progress(wanted=not args.quiet) as progress:
+        show(events, transcript, Speaker(), progress, watch)
+    if args.stats:
+        print(render.stats(transcript.answer()), file=sys.stderr)
+
+
+def file_names(text: str) -> list[str]:
+    """The files that follow /image: one name as it stands, or several as a shell would split them."""
+    if not text:
+        raise PromptError("/image needs a file; /image cat.png")
+    if os.path.exists(home(text)):
+        return [text]
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote that is not closed belongs to the name
+        return [text]
+
+
+def lines(live: bool) -> Iterator[str]:
+    """Lines of input; a terminal gets a prompt and line editing."""
+    if not live:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    try:
+        import readline  # noqa: F401: input() edits lines once it is imported
+    except ImportError:
+        pass
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+
+
+def device() -> str:
+    """Where the model runs, for the greeting."""
+    from .backend import device_name
+
+    return device_name()
