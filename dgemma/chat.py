@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dgemma.vision import Patches, preprocess
+from dgemma.vision import BUDGETS, Patches, preprocess
 
 from .config import ModelConfig, read_json
 from .errors import CheckpointError, PromptError
@@ -48,10 +48,13 @@ class Chat:
         from transformers import AutoTokenizer
 
         self.config = config
+        if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+            raise CheckpointError(f"{folder}: no tokenizer.json; a checkpoint folder holds its tokenizer")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises what it likes: OSError, ValueError, KeyError, JSON errors
-            raise CheckpointError(f"{folder}: the tokenizer cannot be loaded ({_first_line(error)})") from None
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise CheckpointError(f"{folder}: the tokenizer cannot be loaded ({reason})") from None
         if self.tokenizer.chat_template is None:
             raise CheckpointError(f"{folder}: no chat template; a chat_template.jinja is needed beside the tokenizer")
         if len(self.tokenizer) > config.text.vocab_size:
@@ -78,7 +81,7 @@ class Chat:
         ids = self.tokenizer.encode(self.render(filled), add_special_tokens=False)
         places = ids.count(self.config.image_token_id)
         if places != len(patches):
-            raise PromptError(f"the chat template made {places} image places for {len(patches)} images")
+            raise PromptError(f"the chat template made {places} place(s) for {len(patches)} image(s)")
         if not ids or max(ids) >= self.config.text.vocab_size:
             raise CheckpointError(
                 f"template and tokenizer make {'nothing' if not ids else f'token {max(ids)}'} of these messages; "
@@ -217,8 +220,12 @@ def _image_budget(folder: Path) -> int:
         if (folder / name).exists():
             raw = read_json(folder / name)
             section = raw.get("image_processor") or raw
-            if isinstance(section, dict) and section.get("max_soft_tokens") is not None:
-                return section["max_soft_tokens"]
+            budget = section.get("max_soft_tokens") if isinstance(section, dict) else None
+            if budget is not None and budget not in BUDGETS:
+                allowed = ", ".join(map(str, BUDGETS))
+                raise CheckpointError(f"{folder / name}: max_soft_tokens is {budget!r}; allowed are {allowed}")
+            if budget is not None:
+                return budget
     return 280
 
 

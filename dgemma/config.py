@@ -18,6 +18,7 @@ from .errors import CheckpointError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SOFTCAP = 30.0  # transformers' class default; older files do not write it
+MOST = 2**24  # of any size: a damaged config shall end in a message, not in an allocation
 
 # Keys that change nothing in a forward pass here; anything else that is unknown is an error.
 IGNORED_KEYS = {
@@ -122,10 +123,13 @@ class ModelConfig:
         top.seen.add("vision_config")
         quantization = raw.get("quantization", raw.get("quantization_config"))
         top.seen |= {"quantization", "quantization_config"}
+        canvas, context = top.size("canvas_length", default=256), text.max_position_embeddings
+        if canvas > context:
+            raise CheckpointError(f"{source}: canvas_length is {canvas}, more than max_position_embeddings ({context})")
         return cls(
             text=text,
             vision=vision,
-            canvas_length=top.size("canvas_length", default=256),
+            canvas_length=canvas,
             image_token_id=top.token("image_token_id", default=258_880),
             boi_token_id=top.token("boi_token_id", default=255_999),
             eoi_token_id=top.token("eoi_token_id", default=258_882),
@@ -177,7 +181,10 @@ class GenerationConfig:
         if ends is not None:
             ends = ends if isinstance(ends, list) else [ends]
             found["end_token_ids"] = tuple(_whole(e, f"{source}: eos_token_id", least=0) for e in ends)
-        return cls(**found)
+        policy = cls(**found)
+        if policy.t_min > policy.t_max:
+            raise CheckpointError(f"{source}: t_min is {policy.t_min}, more than t_max ({policy.t_max})")
+        return policy
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -195,15 +202,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _whole(value: Any, name: str, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise CheckpointError(f"{name} is {value!r}; a whole number of at least {least} is needed")
+def _whole(value: Any, name: str, least: int = 1, most: int = MOST) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise CheckpointError(f"{name} is {value!r}; a whole number from {least} to {most} is needed")
     return value
 
 
-def _real(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise CheckpointError(f"{name} is {value!r}; a finite number of at least 0 is needed")
+def _real(value: Any, name: str, most: float = 1e9) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        raise CheckpointError(f"{name} is {value!r}; a number above 0 and up to {most:g} is needed")
     return float(value)
 
 
@@ -219,14 +226,14 @@ class _Section:
         self.seen.add(key)
         return self.raw.get(key, default)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        return _whole(self.get(key, default), f"{self.name}: {key}")
+    def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
+        return _whole(self.get(key, default), f"{self.name}: {key}", most=most)
 
     def token(self, key: str, default: int) -> int:
         return _whole(self.get(key, default), f"{self.name}: {key}", least=0)
 
-    def real(self, key: str, default: float | None = None) -> float:
-        return _real(self.get(key, default), f"{self.name}: {key}")
+    def real(self, key: str, default: float | None = None, most: float = 1e9) -> float:
+        return _real(self.get(key, default), f"{self.name}: {key}", most)
 
     def section(self, key: str) -> _Section:
         return _Section(self.get(key), f"{self.name}: {key}")
@@ -249,12 +256,12 @@ def _read_text(section: _Section) -> TextConfig:
         hidden_size=section.size("hidden_size"),
         intermediate_size=section.size("intermediate_size"),
         moe_intermediate_size=section.size("moe_intermediate_size"),
-        num_attention_heads=section.size("num_attention_heads"),
+        num_attention_heads=section.size("num_attention_heads", most=4096),
         num_experts=section.size("num_experts"),
         top_k_experts=section.size("top_k_experts"),
         sliding_window=section.size("sliding_window"),
         rms_norm_eps=section.real("rms_norm_eps", 1e-6),
-        max_position_embeddings=section.size("max_position_embeddings"),
+        max_position_embeddings=section.size("max_position_embeddings", most=2**31 - 1),
         final_logit_softcapping=section.real("final_logit_softcapping", SOFTCAP),
         use_bidirectional_attention=section.get("use_bidirectional_attention"),
         pad_token_id=section.token("pad_token_id", 0),
@@ -262,6 +269,10 @@ def _read_text(section: _Section) -> TextConfig:
         rope=_rope(section, set(kinds)),
     )
     section.finish()
+    if config.pad_token_id >= config.vocab_size:
+        raise CheckpointError(
+            f"{section.name}: pad_token_id is {config.pad_token_id}; the vocabulary ends at {config.vocab_size - 1}"
+        )
     if config.top_k_experts > config.num_experts:
         raise CheckpointError(
             f"{section.name}: top_k_experts is {config.top_k_experts}, more than num_experts ({config.num_experts})"
@@ -292,11 +303,11 @@ def _refuse_unsupported(section: _Section) -> None:
 
 
 def _layer_kinds(section: _Section) -> list[str]:
-    count = section.size("num_hidden_layers")
+    count = section.size("num_hidden_layers", most=1024)
     kinds = section.get("layer_types")
     if kinds is None:  # the released pattern: five sliding layers, then a full one
         kinds = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {SLIDING, FULL}:
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (SLIDING, FULL) for kind in kinds):
         raise CheckpointError(
             f"{section.name}: layer_types must list {count} entries of {SLIDING!r} or {FULL!r}, found {kinds!r}"
         )
@@ -312,14 +323,15 @@ def _layers(section: _Section, kinds: list[str]) -> tuple[Layer, ...]:
     for index, kind in enumerate(kinds):
         override: dict[str, Any] = {}
         if per_layer is not None:
-            override = dict(_Section(per_layer, f"{section.name}: per_layer_config").get(str(index)) or {})
+            outer = _Section(per_layer, f"{section.name}: per_layer_config")
+            override = dict(_Section(outer.get(str(index)) or {}, f"{outer.name}: {index}").raw)
         elif kind == FULL:
             override = {"head_dim": global_head or 512, "num_key_value_heads": global_heads}
         name = f"{section.name}: layer {index}"
         layers.append(
             Layer(
                 kind=kind,
-                head_dim=_whole(override.pop("head_dim", None) or head, f"{name}: head_dim"),
+                head_dim=_whole(override.pop("head_dim", None) or head, f"{name}: head_dim", most=4096),
                 kv_heads=_whole(override.pop("num_key_value_heads", None) or heads, f"{name}: num_key_value_heads"),
             )
         )
@@ -343,7 +355,7 @@ def _rope(section: _Section, kinds: set[str]) -> dict[str, Rope]:
         if name not in ("default", "proportional"):
             raise CheckpointError(f"{inner.name}: rope_type is {name!r}; supported: default, proportional")
         rope[kind] = Rope(
-            theta=inner.real("rope_theta"), fraction=inner.real("partial_rotary_factor", 1.0), kind=name
+            theta=inner.real("rope_theta"), fraction=inner.real("partial_rotary_factor", 1.0, most=1), kind=name
         )
         inner.finish()
     return rope
@@ -358,16 +370,16 @@ def _read_vision(section: _Section) -> VisionConfig:
     activation = section.get("hidden_activation")
     if activation not in ("gelu_pytorch_tanh", None) or section.get("attention_bias"):
         raise CheckpointError(f"{section.name}: only gelu_pytorch_tanh without attention bias is supported")
-    heads = section.size("num_attention_heads")
+    heads = section.size("num_attention_heads", most=4096)
     config = VisionConfig(
         hidden_size=section.size("hidden_size"),
         intermediate_size=section.size("intermediate_size"),
-        num_hidden_layers=section.size("num_hidden_layers"),
+        num_hidden_layers=section.size("num_hidden_layers", most=1024),
         num_attention_heads=heads,
         num_key_value_heads=section.size("num_key_value_heads", heads),
-        head_dim=section.size("head_dim"),
-        patch_size=section.size("patch_size", 16),
-        pooling_kernel_size=section.size("pooling_kernel_size", 3),
+        head_dim=section.size("head_dim", most=4096),
+        patch_size=section.size("patch_size", 16, most=256),
+        pooling_kernel_size=section.size("pooling_kernel_size", 3, most=16),
         position_embedding_size=section.size("position_embedding_size", 10_240),
         rms_norm_eps=section.real("rms_norm_eps", 1e-6),
         rope_theta=_real(theta, f"{section.name}: rope_theta"),

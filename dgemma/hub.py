@@ -8,7 +8,7 @@ from pathlib import Path
 from .errors import CheckpointError
 
 DEMO = Path(__file__).parent / "demo"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -19,11 +19,14 @@ def resolve(checkpoint: str | Path | None = None, revision: str | None = None) -
     """
     if checkpoint is None or str(checkpoint) == "demo":
         return DEMO
-    path = Path(checkpoint).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{path}: a file; give the folder that holds config.json")
+    try:
+        path = Path(checkpoint).expanduser()
+        if str(checkpoint) and path.is_dir():
+            return path
+        if path.is_file():
+            raise CheckpointError(f"{path}: a file; give the folder that holds config.json")
+    except (OSError, RuntimeError, ValueError):  # a name too long, a ~user that is not, a NUL: no folder of that name
+        pass
     if not HUB_ID.fullmatch(str(checkpoint)):
         raise CheckpointError(
             f"{checkpoint}: no such folder; give a checkpoint folder, a hub id like google/diffusiongemma-26B-A4B-it, or demo"

@@ -148,8 +148,8 @@ def step_title(step: Step, steps: int, row: int = 0) -> str:
     """Where the sampler stands, in words."""
     accepted, entropy = step.accepted[row], step.entropy[row]
     return (
-        f"block {step.block + 1}, step {step.step} of {steps}: temperature {step.temperature:.2f}, "
-        f"mean entropy {entropy.mean():.3f}, accepted {int(accepted.sum())} of {len(accepted)}"
+        f"block {step.block + 1}, step {step.step}/{steps}, t {step.temperature:.2f}, "
+        f"entropy {entropy.mean():.3f}, accepted {int(accepted.sum())}/{len(accepted)}"
     )
 
 

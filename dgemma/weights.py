@@ -85,8 +85,8 @@ def check_file(path: Path) -> None:
     header = read_header(path)
     size = path.stat().st_size
     try:
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (KeyError, TypeError, IndexError):
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError):
         raise CheckpointError(f"{path}: damaged header; download it again") from None
     needed = max(ends, default=0)
     with path.open("rb") as file:

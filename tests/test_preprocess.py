@@ -160,9 +160,10 @@ def test_exif_orientation(orientation):
     stored = Image.fromarray(np.ascontiguousarray(undo(np.asarray(upright))))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    for source in (encoded(stored, exif=exif), Image.open(io.BytesIO(encoded(stored, exif=exif)))):
+    data = encoded(stored, exif=exif)
+    for source in (data, Image.open(io.BytesIO(data)), load_image(data), encoded(stored, "TIFF", exif=exif)):
         assert np.array_equal(pixels(source), np.asarray(upright))
-    assert preprocess(encoded(stored, exif=exif), budget=70).size == (40, 24)
+    assert preprocess(data, budget=70).size == (40, 24)
 
 
 def test_damaged_exif_is_no_reason_to_refuse():

@@ -201,7 +201,9 @@ def _decode(image: Image.Image, name: str) -> Image.Image:
     with _pillow(name):
         image.load()
         turn = UPRIGHT.get(_orientation(image))
-        return _rgb(image if turn is None else image.transpose(turn), name)
+        result = _rgb(image if turn is None else image.transpose(turn), name)
+        result.info = {}  # or its EXIF would turn it once more when it is loaded again
+        return result
 
 
 @contextmanager
@@ -315,15 +317,14 @@ def _range(values: np.ndarray, name: str) -> tuple[float, float]:
 
 def _cut(image: Image.Image, max_patches: int, patch_size: int, pooling: int):
     """RGB image -> float32 [N, P], int32 [N, 2], (width, height) after resizing."""
-    # Imported at the first picture: transformers takes 1.3 s to import, 6 s where torch is installed.
-    from transformers.image_transforms import rescale
+    # At the first picture, not before: transformers takes 1.3 s to import, 6 s where torch is installed.
     from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
 
-    processor = gemma4.Gemma4ImageProcessorPil
+    processor = gemma4.Gemma4ImageProcessorPil()
     height, width = gemma4.get_aspect_ratio_preserving_size(image.height, image.width, patch_size, max_patches, pooling)
     if (width, height) != image.size:
         image = image.resize((width, height), processor.resample)
     channels_first = np.asarray(image).transpose(2, 0, 1)  # [3, height, width]
     patches = gemma4.convert_image_to_patches(channels_first, patch_size)  # uint8 [N, P]
     y, x = np.divmod(np.arange(len(patches), dtype=np.int32), width // patch_size)
-    return rescale(patches, processor.rescale_factor), np.stack([x, y], axis=1), (width, height)
+    return processor.rescale(patches, processor.rescale_factor), np.stack([x, y], axis=1), (width, height)

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from oracle import cases, demo, record, reference, tiny  # noqa: E402
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
-# Nearer than this a run could turn on a rounding error: logits agree to about 1e-5, entropies to 1e-5.
-CLEAR = {"draw": 1e-4, "best": 1e-3, "accept": 1e-4, "stop": 5e-5, "route": 1e-5}
+# A run this far from every border comes out the same on every machine: logits agree to about 1e-5, entropies to 1e-6.
+CLEAR = {"draw": 1e-4, "best": 1e-2, "accept": 1e-4, "stop": 5e-5, "route": 1e-5}
 
 
 def main() -> None:

@@ -1,0 +1,79 @@
+"""The examples and notebooks run on the demo checkpoint and show what they say they show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dgemma.hub import DEMO
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PICTURES = EXAMPLES / "demo" / "pictures"
+NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
+
+pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the demo checkpoint is not there yet")
+
+
+def run(script: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd)
+
+
+def shipped() -> tuple[str, str, str]:
+    """A shipped picture of shapes, a question about it and the right answer."""
+    raise NotImplementedError
+
+
+def test_describe_image_answers():
+    picture, question, answer = shipped()
+    done = run("describe_image.py", str(PICTURES / picture), question)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == answer
+    assert "\x1b" not in done.stdout  # the sketch of the picture is for terminals
+
+
+def test_describe_image_refuses_in_one_line():
+    done = run("describe_image.py", "no_such_file.png")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["describe_image: no_such_file.png: no such image file"]
+
+
+def test_watch_canvas_draws_every_step(tmp_path):
+    picture, question, answer = shipped()
+    done = run("watch_canvas.py", str(PICTURES / picture), question, "--out", "seen", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    text, summary = done.stdout.splitlines()
+    assert text == answer
+    blocks, steps = (int(word) for word in summary.split() if word.isdigit())
+    with Image.open(tmp_path / "seen.gif") as film, Image.open(tmp_path / "seen.png") as strip:
+        assert film.n_frames == blocks + steps  # each step, and each block as it was written
+        assert strip.width == 1680
+        colours = strip.convert("RGB").getcolors(strip.width * strip.height)
+        assert len(colours) > 100  # a picture, a legend and cells, not an empty sheet
+    assert (tmp_path / "seen.png").stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_its_asserts_hold(path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "notebooks"))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress not found")
+    import run_notebooks  # a script in examples/notebooks: not above, because it is on the path only here
+
+    done = run_notebooks.run(path)
+    assert not [output for cell in done.cells for output in cell.get("outputs", []) if output.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_with_what_it_shows(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert any("assert " in line for cell in cells for line in cell["source"])
+    assert path.stat().st_size < 1_000_000

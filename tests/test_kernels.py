@@ -1,0 +1,107 @@
+"""Fast equals plain: the CPU's formulations compute what mlx's own operations compute."""
+
+import os
+import subprocess
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import dgemma  # noqa: F401
+from dgemma import cpu, plain
+from dgemma.attention import Rotary
+from dgemma.config import Rope
+
+
+def random(*shape, scale=1.0, seed=0):
+    return mx.array((np.random.RandomState(seed).randn(*shape) * scale).astype(np.float32))
+
+
+def same(ours, theirs, tolerance=1e-5):
+    theirs = np.array(theirs)
+    np.testing.assert_allclose(np.array(ours), theirs, atol=tolerance * max(1.0, np.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (1, 4, 5, 48), (2, 700, 192)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm(shape, weighted):
+    x, weight = random(*shape, scale=3.0), random(shape[-1], seed=1) if weighted else None
+    same(cpu.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
+
+
+def test_rms_norm_of_zeros_is_zero():
+    assert not np.array(cpu.rms_norm(mx.zeros((2, 8)), None, 1e-6)).any()
+
+
+@pytest.mark.parametrize("fraction, kind", [(1.0, "default"), (0.25, "proportional")])
+def test_norm_rotate(fraction, kind):
+    angles = Rotary(Rope(theta=1e4, fraction=fraction, kind=kind), 32).angles(mx.arange(7)[None] + 100)
+    x = random(2, 7, 3, 32).swapaxes(1, 2)  # as attention hands it over: a transposed view
+    same(cpu.norm_rotate(x, random(32, seed=1), 1e-6, angles), plain.norm_rotate(x, random(32, seed=1), 1e-6, angles))
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("length, stored", [(1, 1), (5, 9), (300, 700)])
+@pytest.mark.parametrize("masked", [None, "shared", "per row"])
+def test_attention(heads, groups, length, stored, masked, monkeypatch):
+    monkeypatch.setattr(cpu, "PIECE", 1 << 18)  # so that the largest case goes piece by piece
+    queries = random(2, heads, length, 16)
+    keys, values = random(2, groups, stored, 16, seed=1), random(2, groups, stored, 16, seed=2)
+    mask = None
+    if masked:
+        seen = np.random.RandomState(3).rand(1 if masked == "shared" else 2, 1, length, stored) < 0.6
+        seen[..., 0] = True
+        mask = mx.array(seen)
+    same(*(module.attention(queries, keys, values, scale=0.5, mask=mask) for module in (cpu, plain)))
+
+
+@pytest.mark.parametrize("rows", [1, 33, 2000])
+def test_geglu(rows):
+    gate, up = random(rows, 64, scale=4.0), random(rows, 64, seed=1)
+    kept = np.array(gate)
+    same(cpu.geglu(gate, up), plain.geglu(gate, up))
+    np.testing.assert_array_equal(np.array(gate), kept, err_msg="the input is left alone")
+
+
+def test_softcap_and_softmax():
+    logits = random(2, 5, 400, scale=40.0)
+    kept = np.array(logits)
+    same(cpu.softcap(logits, 30.0), plain.softcap(logits, 30.0))
+    same(cpu.softmax(logits), plain.softmax(logits))
+    np.testing.assert_array_equal(np.array(logits), kept, err_msg="the input is left alone")
+
+
+@pytest.mark.parametrize("count, k", [(1, 1), (1, 2), (40, 2), (40, 6)])
+@pytest.mark.parametrize("favourites", [False, True])
+def test_experts(count, k, favourites):
+    rng, number = np.random.RandomState(count + k), 6
+    rows, gate_up, down = random(count, 16), random(number, 24, 16, seed=1), random(number, 16, 12, seed=2)
+    odds = np.array([8, 8, 8, 8, 8, 8.0]) if not favourites else np.array([90, 90, 90, 90, 1, 1.0])
+    draw = lambda: rng.choice(number, size=k, replace=False, p=odds / odds.sum())
+    chosen, weights = mx.array(np.stack([draw() for _ in range(count)])), mx.array(rng.rand(count, k).astype(np.float32))
+    want = np.zeros((count, 16))
+    for t in range(count):
+        for expert, weight in zip(np.array(chosen)[t], np.array(weights)[t]):
+            gate, up = np.split(np.array(gate_up)[expert] @ np.array(rows)[t], 2)
+            inner = 0.5 * gate * (1 + np.tanh(0.7978845608 * (gate + 0.044715 * gate**3))) * up
+            want[t] += weight * (np.array(down)[expert] @ inner)
+    same(plain.experts(rows, chosen, weights, gate_up, down), want)
+    same(cpu.experts(rows, chosen, weights, gate_up, down), want)
+
+
+def test_other_dtypes_get_the_plain_formulation():
+    x = random(3, 8).astype(mx.bfloat16)
+    out = cpu.rms_norm(x, None, 1e-6)
+    assert out.dtype == mx.bfloat16 and mx.array_equal(out, plain.rms_norm(x, None, 1e-6))
+
+
+def test_the_choice_can_be_overridden():
+    def chosen(value):
+        code = "import dgemma; from dgemma import kernels; print(kernels.name)"
+        return subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"DGEMMA_KERNELS": value}, capture_output=True, text=True
+        )
+
+    assert chosen("plain").stdout == "plain\n"
+    assert "DGEMMA_KERNELS=fast: allowed are plain, cpu" in chosen("fast").stderr
