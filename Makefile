@@ -32,9 +32,9 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: $(READY)
-	@$(VENV)/bin/python examples/describe_image.py $(PICTURE) "Describe the picture."
-	@echo; echo '$$ dgemma generate --watch --image $(PICTURE) "Tell a short story about this picture."'
-	@$(VENV)/bin/dgemma generate --watch --image $(PICTURE) "Tell a short story about this picture."
+	@$(VENV)/bin/python examples/describe_image.py $(PICTURE) "What is in this image?"
+	@echo; echo '$$ dgemma generate --watch --image $(PICTURE) "Caption this picture."'
+	@$(VENV)/bin/dgemma generate $$([ -t 2 ] && echo --watch) --image $(PICTURE) "Caption this picture."
 
 test: $(READY)-test
 	@$(VENV)/bin/python -m pytest
@@ -43,7 +43,7 @@ evaluate: $(READY)-evaluate
 	@$(VENV)/bin/python examples/demo/evaluate.py --runtime dgemma
 
 notebooks: $(READY)-test
-	@$(VENV)/bin/python examples/notebooks/run.py
+	@$(VENV)/bin/python examples/notebooks/run_notebooks.py
 
 goldens: $(READY)-dev
 	@$(VENV)/bin/python tests/oracle/make_goldens.py

@@ -23,7 +23,7 @@ def examine() -> dict[str, Any]:
     blas, gpu = backend.blas(), backend.is_gpu()
     found: dict[str, Any] = {
         "device": backend.device_name(),
-        "dtype": "the checkpoint's" if gpu else "float32",
+        "dtype": "the checkpoint's dtype" if gpu else "float32",
         "versions": {"python": platform.python_version()} | versions(),
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "blas": {"name": blas.name, "path": blas.path, "fast": blas.fast, "note": blas.note},
@@ -99,16 +99,18 @@ def verdict(found: dict[str, Any], gpu: bool) -> str:
     rate = found["gflops"]["gpu bfloat16" if gpu else "cpu float32"]
     if gpu:
         return f"ready: computes on {found['device']} at {rate:,.0f} GFLOP/s"
-    if rate < SLOW:
-        return f"works, but slowly: {rate:.0f} GFLOP/s on the CPU" + ("; see advice" if advice(found, gpu) else "")
-    return f"ready: computes on the CPU at {rate:.0f} GFLOP/s"
+    if rate >= SLOW:
+        return f"ready: computes on the CPU at {rate:.0f} GFLOP/s"
+    if advice(found, gpu):
+        return f"works, but slowly: {rate:.0f} GFLOP/s on the CPU; see advice"
+    return f"ready, but slow for its BLAS: {rate:.0f} GFLOP/s on the CPU; is it busy with something else?"
 
 
 def text(found: dict[str, Any]) -> str:
     """What `examine` found, for a person."""
     blas, memory_found = found["blas"], found["memory"]
     lines = [
-        ("device", f"{found['device']}, computes in {found['dtype']}" + (" dtype" if "'" in found["dtype"] else "")),
+        ("device", f"{found['device']}, computes in {found['dtype']}"),
         ("platform", found["platform"]),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
         ("BLAS", f"{blas['name']}: {blas['note']}" + (f" ({blas['path']})" if blas["path"] else "")),

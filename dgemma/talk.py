@@ -44,9 +44,9 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
     interrupted = False
     try:
         with Progress(wanted=not args.quiet) as progress:
-            chat, finish = prepare(args, settings)
+            chat, finish = prepare(args, settings, progress)
             image_tokens = chat.prompt(messages, images, budget=args.image_budget).image_tokens
-            pipe = finish(progress)
+            pipe = finish()
             transcript = Transcript(args.seed, pipe.load_seconds, image_tokens)
             watch = watcher(pipe, settings) if args.watch else None
             show(pipe.stream(messages, images, **settings), transcript, speaker, progress, watch)
@@ -74,16 +74,16 @@ def deliver(args: argparse.Namespace, transcript: Transcript) -> None:
         sys.stdout.flush()
 
 
-def prepare(args: argparse.Namespace, settings: Settings) -> tuple[Chat, Callable[[Progress], Pipeline]]:
+def prepare(args: argparse.Namespace, settings: Settings, progress: Progress) -> tuple[Chat, Callable[[], Pipeline]]:
     """The checkpoint's chat, its options checked; and what loads the weights after that."""
     began = time.perf_counter()
-    folder = resolve(args.model, args.revision)
+    folder = resolve(args.model, args.revision)  # a download shows its own progress
+    progress.now(f"loading {args.model or 'demo'}")
     options = Options.of(GenerationConfig.read(folder))
     with_settings(options, {name: value for name, value in settings.items() if name not in NOT_OPTIONS})
     chat = Chat(folder, ModelConfig.read(folder))
 
-    def finish(progress: Progress) -> Pipeline:
-        progress.now(f"loading {args.model or 'demo'}")
+    def finish() -> Pipeline:
         model = weights.load(folder, args.image_attention)
         return Pipeline(model, chat, options, time.perf_counter() - began)
 
@@ -227,8 +227,8 @@ class Conversation:
 def chat(args: argparse.Namespace, settings: Settings) -> int:
     """Talk until the input ends; returns the exit code: 2 when a script's line was refused."""
     with Progress(wanted=not args.quiet) as progress:
-        _, finish = prepare(args, settings)
-        talk = Conversation(finish(progress), settings, args.system)
+        _, finish = prepare(args, settings, progress)
+        talk = Conversation(finish(), settings, args.system)
     live = sys.stdin.isatty()
     if live:
         print(f"{args.model or 'demo'} on {device()}. /help lists the commands.", file=sys.stderr)
@@ -280,6 +280,8 @@ def answer(events: Iterator[Event], talk: Conversation, args: argparse.Namespace
     watch = watcher(talk.pipe, settings) if args.watch else None
     with Progress(wanted=not args.quiet) as progress:
         show(events, transcript, Speaker(), progress, watch)
+    if not transcript.text.strip():
+        print("dgemma: the answer is empty; /retry draws another", file=sys.stderr)
     if args.stats:
         print(render.stats(transcript.answer()), file=sys.stderr)
 

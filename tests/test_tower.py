@@ -187,7 +187,7 @@ def test_a_batch_of_one_grid_is_each_picture_alone():
 def test_rotation_depends_on_the_distance_only():
     def product(a, b):
         cos, sin = (mx.array(t) for t in axial_angles(np.array([a, b], np.int32), 24, 100.0))
-        x, y = rotate(mx.array(np.random.default_rng(0).standard_normal((1, 1, 2, 24)).astype(np.float32)), cos, sin)[0, 0]
+        x, y = rotate(mx.array(np.random.default_rng(0).standard_normal((1, 2, 1, 24)).astype(np.float32)), cos, sin)[0, :, 0]
         return float((x * y).sum())
 
     assert product((3, 5), (7, 1)) == pytest.approx(product((10, 14), (14, 10)), abs=1e-4)

@@ -49,18 +49,22 @@ class ClippableLinear(nn.Module):
 
 
 def axial_angles(positions: np.ndarray, head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines, float32 [N, 2, E/4], of int positions [N, 2]: x turns the head's first half, y its second."""
+    """Cosine and signed sine, float32 [N, 1, 2, E/2], of int positions [N, 2]: x turns a head's first half, y the second.
+
+    Within a half, value i pairs with value i + E/4. The sine's first quarter is negated, as in dgemma.attention.rope.
+    """
     half = head_dim // 2
-    frequencies = 1.0 / theta ** (np.arange(0, half, 2, dtype=np.float32) / half)  # [E/4]
-    angles = positions[:, :, None].astype(np.float32) * frequencies.astype(np.float32)  # [N, 2, E/4]
-    return np.cos(angles), np.sin(angles)
+    frequencies = 1 / np.float32(theta) ** (np.arange(0, half, 2, dtype=np.float32) / half)  # [E/4]
+    turns = positions[:, None, :, None].astype(np.float32) * frequencies  # [N, 1, 2, E/4]
+    cos, sin = np.cos(turns), np.sin(turns)
+    return np.concatenate([cos, cos], axis=-1), np.concatenate([-sin, sin], axis=-1)
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Turn [B, H, N, E] by angles [N, 2, E/4]: within each half of the head, value i pairs with value i + E/4."""
-    parts = x.reshape(*x.shape[:-1], 2, 2, -1)  # [B, H, N, 2, 2, E/4]
-    a, b = parts[..., 0, :], parts[..., 1, :]
-    return mx.stack([a * cos - b * sin, b * cos + a * sin], axis=-2).reshape(x.shape)  # [B, H, N, E]
+    """Turn heads [B, N, H, E] by the angles of their patches [N, 1, 2, E/2]."""
+    halves = x.reshape(*x.shape[:-1], 2, -1)  # [B, N, H, 2, E/2]
+    turned = halves * cos + mx.roll(halves, halves.shape[-1] // 2, axis=-1) * sin
+    return turned.reshape(x.shape)  # [B, N, H, E]
 
 
 class Attention(nn.Module):
@@ -79,14 +83,14 @@ class Attention(nn.Module):
         self.v_norm = RMSNorm(config.head_dim, config.rms_norm_eps, weighted=False)
 
     def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-        queries = rotate(self._heads(self.q_norm, self.q_proj(x)), cos, sin)
-        keys = rotate(self._heads(self.k_norm, self.k_proj(x)), cos, sin)
-        values = self._heads(self.v_norm, self.v_proj(x))
+        queries = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin).swapaxes(1, 2)  # [B, H, N, E]
+        keys = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin).swapaxes(1, 2)  # [B, K, N, E]
+        values = self.v_norm(self._heads(self.v_proj(x))).swapaxes(1, 2)
         out = AttentionRead(keys, values, mask=None).attend(queries, scale=1.0).swapaxes(1, 2)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))  # [B, N, H * E]
 
-    def _heads(self, norm: RMSNorm, x: mx.array) -> mx.array:
-        return norm(x.reshape(*x.shape[:-1], -1, self._head_dim)).swapaxes(1, 2)  # [B, H or K, N, E]
+    def _heads(self, x: mx.array) -> mx.array:
+        return x.reshape(*x.shape[:-1], -1, self._head_dim)  # [B, N, H or K, E]
 
 
 class MLP(nn.Module):

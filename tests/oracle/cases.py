@@ -122,14 +122,14 @@ GENERATIONS = {
         ),
         Generation(name="ring-pictures", case="ring-pictures", seeds=(201,), policy=Policy(max_new_tokens=16)),
         Generation(
-            name="wide-one-6-steps", case="wide-one", seeds=(101,), policy=Policy(max_new_tokens=32, max_denoising_steps=6)
+            name="wide-one-6-steps", case="wide-one", seeds=(501,), policy=Policy(max_new_tokens=32, max_denoising_steps=6)
         ),
         Generation(
             name="wide-batch-4-blocks", case="wide-batch", seeds=(301, 302, 303),
             policy=Policy(max_new_tokens=32, end_token_ids=(1, 6)),
         ),
         Generation(
-            name="wide-batch-ends", case="wide-batch", seeds=(501, 502, 503),
+            name="wide-batch-ends", case="wide-batch", seeds=(1501, 1502, 1503),
             policy=Policy(max_new_tokens=32, end_token_ids=(1, 6)),
         ),
         Generation(
@@ -146,7 +146,7 @@ GENERATIONS = {
             policy=Policy(max_new_tokens=32, end_token_ids=(1, 6, 11)),
         ),
         Generation(name="google-three", case="google-three", seeds=(501,), policy=Policy(max_new_tokens=16)),
-        Generation(name="google-batch", case="google-batch", seeds=(301, 302), policy=Policy(max_new_tokens=32)),
+        Generation(name="google-batch", case="google-batch", seeds=(201, 202), policy=Policy(max_new_tokens=32)),
     )
 }  # fmt: skip
 

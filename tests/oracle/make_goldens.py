@@ -19,6 +19,7 @@ from oracle import cases, demo, record, reference, tiny  # noqa: E402
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 # A run this far from every border comes out the same on every machine: logits agree to about 1e-5, entropies to 1e-6.
 CLEAR = {"draw": 1e-4, "best": 1e-2, "accept": 1e-4, "stop": 5e-5, "route": 1e-5}
+ATTEMPTS = 12  # seeds tried for an answer of the demo checkpoint
 
 
 def main() -> None:
@@ -42,17 +43,18 @@ def main() -> None:
 def generation(models: dict, run: cases.Generation) -> record.Run:
     """One whole generation, which must keep clear of every border and not begin with an empty block."""
     case = cases.CASES[run.case]
-    made = reference.generate(models[case.model], cases.prompt(case, reference.cut), run.seeds, run.policy, case.image_attention)
-    if close(made):
-        raise SystemExit(f"{run.name}: too close to call, choose other seeds: {close(made)}")
+    prompt = cases.prompt(case, reference.cut)
+    made = reference.generate(models[case.model], prompt, run.seeds, run.policy, case.image_attention)
+    if clearance(made) < 1:
+        raise SystemExit(f"{run.name}: too close to call, choose other seeds: {made.margins}")
     if not all(made.tokens):
         raise SystemExit(f"{run.name}: an answer is empty; dgemma would draw it again, choose other seeds")
     return made
 
 
-def close(run: record.Run) -> dict[str, float]:
-    """The margins of a run that are too narrow."""
-    return {name: margin for name, margin in vars(run.margins).items() if margin < CLEAR[name]}
+def clearance(run: record.Run) -> float:
+    """How clear of the nearest border a run keeps; below 1 is too close."""
+    return min(margin / CLEAR[name] for name, margin in vars(run.margins).items())
 
 
 def covers_every_ending(runs: dict[str, record.Run]) -> None:
@@ -83,14 +85,17 @@ def of_demo() -> None:
 
 
 def answer(model, question: demo.Question, prompt: cases.Prompt) -> dict:
-    """A whole answer, by the first seeds that keep it clear of every border: what this checkpoint says, nobody knows."""
-    for attempt in range(20):
+    """A whole answer, by those seeds of a few that keep it clearest: what this checkpoint says, nobody knows."""
+    tried = []
+    for attempt in range(ATTEMPTS):
         seeds = [seed + 100 * attempt for seed in question.seeds]
         run = reference.generate(model, prompt, seeds, demo.policy())
-        if not close(run):
-            print(f"demo {question.name}: {run.reasons}, steps {run.steps}")
-            return run.outcome | {"seeds": seeds, "ids": prompt.ids.tolist(), "padding": prompt.padding}
-    raise SystemExit(f"demo {question.name}: 20 attempts were all too close to call: {close(run)}")
+        tried.append((clearance(run), seeds, run))
+        if clearance(run) > 3:
+            break
+    clear, seeds, run = max(tried, key=lambda one: one[0])
+    print(f"demo {question.name}: {run.reasons}, steps {run.steps}, clear of every border {clear:.1f} times over")
+    return run.outcome | {"seeds": seeds, "ids": prompt.ids.tolist(), "padding": prompt.padding}
 
 
 def write(name: str, value: dict) -> None:

@@ -1,0 +1,137 @@
+"""Loading is strict and names what is wrong; renames and shards lose nothing."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from safetensors.numpy import load_file, save_file
+
+import dgemma  # noqa: F401
+from dgemma import backend, weights
+from dgemma.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, copy)
+    return copy
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def store(folder, found):
+    save_file(found, folder / "model.safetensors")
+
+
+def parameters(folder):
+    return {name: np.array(array) for name, array in tree_flatten(weights.load(folder, dtype=mx.float32).parameters())}
+
+
+def test_every_stored_number_arrives(folder):
+    stored, loaded = tensors(folder), parameters(folder)
+    assert len(stored) == len(loaded)
+    np.testing.assert_array_equal(loaded["embed_tokens.weight"], stored["model.decoder.embed_tokens.weight"])
+    scalar = "layers.1.encoder_layer_scalar"
+    np.testing.assert_array_equal(loaded[scalar], stored["model.encoder.language_model.layers.1.layer_scalar"])
+    assert loaded[scalar] != loaded["layers.1.layer_scalar"]
+    name = "vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight"
+    np.testing.assert_array_equal(loaded[name], stored[f"model.encoder.{name}"])
+
+
+def test_shards_equal_one_file(folder):
+    whole, stored = parameters(folder), tensors(folder)
+    names = sorted(stored)
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        save_file({name: stored[name] for name in part}, folder / f"model-0000{number}-of-00002.safetensors")
+        index |= {name: f"model-0000{number}-of-00002.safetensors" for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for name, array in parameters(folder).items():
+        np.testing.assert_array_equal(array, whole[name])
+
+
+def test_second_copies_of_tied_weights_are_left_out(folder):
+    stored = tensors(folder)
+    table = stored["model.decoder.embed_tokens.weight"]
+    stored["lm_head.weight"] = table
+    stored["model.encoder.language_model.embed_tokens.weight"] = table
+    layer = "layers.0.self_attn.q_proj.weight"
+    stored[f"model.encoder.language_model.{layer}"] = stored[f"model.decoder.{layer}"]
+    store(folder, stored)
+    assert "lm_head.weight" not in parameters(folder)
+
+
+def test_dtypes(folder):
+    assert weights.load(folder).dtype == backend.activation_dtype(mx.float32)
+    assert weights.load(folder, dtype=mx.bfloat16).dtype == mx.bfloat16
+
+
+def broken(change):
+    def apply(folder):
+        found = tensors(folder)
+        change(found)
+        store(folder, found)
+
+    return apply
+
+
+def cut_short(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (broken(lambda t: t.pop("model.decoder.norm.weight")), "tensor norm.weight is missing \\(1 of \\d+ in all\\)"),
+        (broken(lambda t: t.update(odd=np.zeros(1, np.float32))), "tensor odd has no place in this model"),
+        (
+            broken(lambda t: t.update({"model.decoder.norm.weight": np.zeros(5, np.float32)})),
+            "tensor norm.weight has shape \\(5,\\); config.json asks for \\(32,\\)",
+        ),
+        (
+            broken(lambda t: t.update({"model.decoder.norm.weight": np.zeros(32, np.int64)})),
+            "tensor model.decoder.norm.weight is I64; weights are F32, F16, BF16",
+        ),
+        (cut_short, "model.safetensors: truncated, [\\d,]+ of [\\d,]+ bytes; download it again"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "not a whole safetensors file \\(0 bytes\\)"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "not a whole safetensors file \\(64 bytes\\)"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\x04" + b"\0" * 7 + b"nope"), "header is damaged"),
+        (lambda f: (f / "model.safetensors").unlink(), "no \\*.safetensors file"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
+        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    ],
+)
+def test_damage_is_named(folder, damage, message):
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        weights.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        ({"weight_map": {"a": "model-2.safetensors"}}, "shard model-2.safetensors is missing; the index lists 1 files"),
+        ({"weight_map": {"a": "../other.safetensors"}}, "'../other.safetensors' points outside the checkpoint folder"),
+        ({"weight_map": []}, "'weight_map' must map tensor names to files"),
+        ({}, "'weight_map' must map tensor names to files"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_named(folder, index, message):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        weights.load(folder)
+
+
+def test_pickled_weights_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin is of a format that is not read"):
+        weights.load(folder)
