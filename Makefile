@@ -23,7 +23,7 @@ endif
 
 VENV := .venv
 READY := $(VENV)/.ready-$(BACKEND)
-PICTURE := examples/demo/pictures/shapes.png
+PICTURE := examples/demo/pictures/three_shapes.png
 
 .PHONY: help demo test evaluate notebooks goldens fidelity clean
 .DELETE_ON_ERROR:

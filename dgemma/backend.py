@@ -40,10 +40,6 @@ def prepare() -> None:
     _blas = _choose_blas()
     # transformers would greet whoever has no torch with a warning; dgemma needs none.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import mlx.core as mx  # not above: the BLAS has to be in the process first
-
-    if not is_gpu() and not has_compiler():
-        mx.disable_compile()  # mlx would call g++ for its fused CPU kernels, and fail
 
 
 def blas() -> Blas:
@@ -94,7 +90,7 @@ def _candidates() -> list[tuple[str, str]]:
 
 
 def has_compiler() -> bool:
-    """Whether mlx can compile fused CPU kernels: it runs `g++` at the first use of each."""
+    """Whether mlx could compile fused CPU kernels (it runs `g++`); dgemma's own CPU formulations need none."""
     return sys.platform == "darwin" or shutil.which("g++") is not None
 
 

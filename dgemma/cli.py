@@ -151,7 +151,7 @@ class Version(argparse.Action):
         super().__init__(nargs=0, **settings)
 
     def __call__(self, parser, *_) -> None:
-        from . import __version__
+        from . import __version__  # here, so that this module can be read before the package is whole
 
         print(f"{PROG} {__version__}")
         parser.exit()
@@ -177,6 +177,7 @@ def command(commands, name: str, run: Callable, summary: str, *lines: str) -> Pa
 
 
 def add_generate(commands) -> None:
+    """The options of `generate`."""
     made = command(
         commands,
         "generate",
@@ -201,6 +202,7 @@ def add_generate(commands) -> None:
 
 
 def add_chat(commands) -> None:
+    """The options of `chat`."""
     made = command(
         commands,
         "chat",
@@ -218,6 +220,7 @@ def add_chat(commands) -> None:
 
 
 def add_info(commands) -> None:
+    """The options of `info`."""
     made = command(
         commands,
         "info",
@@ -232,6 +235,7 @@ def add_info(commands) -> None:
 
 
 def add_doctor(commands) -> None:
+    """The options of `doctor`."""
     made = command(
         commands,
         "doctor",
@@ -244,23 +248,27 @@ def add_doctor(commands) -> None:
 
 
 def add_model_options(made: Parser) -> None:
+    """Which model, and how it reads prompts."""
     group = made.add_argument_group("model")
     group.add_argument("--model", metavar="MODEL", help="a folder, a hub id such as google/name, or demo (default)")
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
     group.add_argument("--system", metavar="TEXT", help="a system turn before the first")
-    group.add_argument("--image-budget", metavar="N", type=whole, choices=BUDGETS, help="soft tokens an image may take: %(choices)s")
+    group.add_argument(
+        "--image-budget", metavar="N", type=whole, choices=BUDGETS, help="soft tokens an image may take: %(choices)s"
+    )
     group.add_argument(
         "--image-attention",
         choices=("encoder-window", "bidirectional"),
         default="encoder-window",
         help="how the tokens of an image see each other: as in transformers (default), or as in Google's JAX code",
     )
-    group.add_argument("--chunk", metavar="N", type=whole, help="prompt positions per encoder pass; less needs less memory")
+    group.add_argument("--chunk", metavar="N", type=whole, help="prompt positions per encoder pass; fewer need less memory")
 
 
 def add_sampler_options(made: Parser) -> None:
+    """How to sample and when to stop."""
     group = made.add_argument_group("sampling (defaults: the checkpoint's)")
-    group.add_argument("--seed", metavar="N", type=whole, default=0, help="default 0; the same seed gives the same answer")
+    group.add_argument("--seed", metavar="N", type=whole, default=0, help="default 0; one seed, one answer")
     group.add_argument("--max-tokens", metavar="N", type=whole, help="the longest answer")
     group.add_argument("--steps", metavar="N", type=whole, help="denoising steps a block may take")
     group.add_argument("--t-max", metavar="T", type=real, help="temperature of the first step")
@@ -299,7 +307,7 @@ def settings(args: argparse.Namespace) -> dict:
 
 def generate(args: argparse.Namespace) -> int:
     """`dgemma generate`."""
-    from . import talk
+    from . import talk  # here, as the module's docstring says
 
     return talk.generate(args, settings(args))
 
@@ -313,7 +321,7 @@ def chat(args: argparse.Namespace) -> int:
 
 def info(args: argparse.Namespace) -> int:
     """`dgemma info`."""
-    from . import info as module
+    from . import info as module  # here, as the module's docstring says
 
     found = module.read(args.model, args.revision)
     sys.stdout.write(render.json_line(found) if args.json else module.text(found))
@@ -322,7 +330,7 @@ def info(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     """`dgemma doctor`."""
-    from . import doctor as module
+    from . import doctor as module  # here, as the module's docstring says
 
     found = module.examine()
     sys.stdout.write(render.json_line(found) if args.json else module.text(found))

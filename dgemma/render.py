@@ -22,7 +22,7 @@ NOISE, PLAIN = "90", ""  # SGR parameters: grey, the terminal's own
 HEAT = ((0.05, PLAIN), (0.5, "36"), (1.5, "33"), (float("inf"), "35"))
 CONTROL, BREAK, HIDDEN = "·", "↵", "░"  # a control token, a line break inside a canvas, noise where there is no colour
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h\x1b[?25l", "\x1b[?2026l"  # one update at once, where the terminal knows how
-SHOW_CURSOR = "\x1b[?25h"
+SHOW_CURSOR, ERASE_ROW = "\x1b[?25h", "\x1b[K\n"
 
 Pieces = Callable[[Sequence[int]], list[str]]  # Chat.pieces
 
@@ -214,12 +214,17 @@ class Screen:
         self._widths = [sum(cells_of(char) for cell in row for char in cell.text) for row in rows]
         return BEGIN_FRAME + back + "".join(f"{paint(row)}\x1b[K\n" for row in rows) + "\x1b[J" + END_FRAME
 
-    def clear(self) -> str:
-        """Take the region away, and give the cursor back."""
-        back, self._widths = self._back(None), []
-        return f"{back}\x1b[J{SHOW_CURSOR}" if back else ""
+    def clear(self, columns: int) -> str:
+        """Take the region away, and give the cursor back. Row by row: some terminals keep a screen erased at once."""
+        up = self._height(columns)
+        back, self._widths = self._back(columns), []
+        return f"{back}{ERASE_ROW * up}{back}{SHOW_CURSOR}" if up else ""
 
-    def _back(self, columns: int | None) -> str:
-        """Up to the region's first row; a terminal that became narrower has wrapped the rows it shows."""
-        up = sum(max(1, -(-width // columns)) if columns else 1 for width in self._widths)
+    def _back(self, columns: int) -> str:
+        """Up to the region's first row."""
+        up = self._height(columns)
         return f"\r\x1b[{up}A" if up else ""
+
+    def _height(self, columns: int) -> int:
+        """Lines that the region takes: a terminal that became narrower has wrapped the rows it shows."""
+        return sum(max(1, -(-width // columns)) for width in self._widths)

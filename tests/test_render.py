@@ -125,7 +125,7 @@ def test_the_region_is_redrawn_in_place_and_taken_away(size):
     for count in (100, 3, 50, 1, 200):
         terminal.write(screen.frame("title", [Cell("x" * count, "33")], columns, lines))
         assert terminal.text().count("title"[: max(2, columns - 1)]) == (1 if lines > 2 else 0)
-    terminal.write(screen.clear())
+    terminal.write(screen.clear(columns))
     assert not any("x" in line for line in terminal.text())
 
 
@@ -136,7 +136,7 @@ def test_a_terminal_that_became_narrower_is_cleared_to_the_top_of_the_region():
 
 
 def test_a_screen_that_drew_nothing_writes_nothing():
-    assert Screen().clear() == ""
+    assert Screen().clear(80) == ""
 
 
 def test_printable_keeps_text_and_drops_what_steers_a_terminal():

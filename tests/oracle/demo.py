@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from oracle.cases import Cut, Picture, Policy, Prompt, batch
 
+PICTURES = Path(__file__).resolve().parents[2] / "examples" / "demo" / "pictures"
 Shape = tuple[str, str, int, int, int]  # kind, colour, x, y, half its size
 
 COLOURS = {"red": (214, 40, 40), "blue": (40, 80, 214), "green": (40, 160, 70), "yellow": (240, 200, 40)}
@@ -27,7 +29,7 @@ SCENES: dict[str, tuple[tuple[int, int], tuple[Shape, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A batch of questions, each with its scenes, one seed a row."""
+    """A batch of questions, each with its scenes or shipped pictures, one seed a row."""
 
     name: str
     rows: tuple[tuple[str, tuple[str, ...]], ...]
@@ -44,6 +46,9 @@ QUESTIONS = {
         Question(name="count", rows=(("Count from 3 to 14.", ()),), seeds=(3,)),
         Question(name="compare", rows=(("Which picture has more shapes?", ("tall", "three")),), seeds=(4,), measured=True),
         Question(name="finer", rows=(("What color is the circle?", ("tall",)),), seeds=(5,), budget=140, measured=True),
+        Question(name="digits", rows=(("What number is written here?", ("digits_407.png",)),), seeds=(11,)),
+        Question(name="sign", rows=(("What does the sign say?", ("sign_coffee.png",)),), seeds=(12,)),
+        Question(name="panorama", rows=(("How many shapes are there?", ("panorama.png",)),), seeds=(13,)),
         Question(name="caption", rows=(("Caption this picture.", ("three",)),), seeds=(6,)),
         Question(name="story", rows=(("Tell a short story about this picture.", ("two",)),), seeds=(7,)),
         Question(
@@ -67,8 +72,12 @@ def folder() -> Path:
 
 
 def checksum() -> str:
-    """SHA-256 of the weights that the goldens were made from."""
-    return hashlib.sha256((folder() / "model.safetensors").read_bytes()).hexdigest()
+    """SHA-256 of the weights and the pictures that the goldens were made from."""
+    files = sorted({name for question in QUESTIONS.values() for _, names in question.rows for name in names} - set(SCENES))
+    digest = hashlib.sha256((folder() / "model.safetensors").read_bytes())
+    for name in files:
+        digest.update((PICTURES / name).read_bytes())
+    return digest.hexdigest()
 
 
 def config() -> dict:
@@ -119,7 +128,9 @@ def prompt(question: Question, cut: Cut) -> Prompt:
 
 
 def scene(name: str) -> np.ndarray:
-    """A picture of coloured shapes on a light ground, uint8 [H, W, 3], by integer arithmetic only."""
+    """A picture uint8 [H, W, 3]: a shipped file, or coloured shapes on a light ground, by integer arithmetic only."""
+    if name not in SCENES:
+        return np.asarray(Image.open(PICTURES / name).convert("RGB"))
     (width, height), shapes = SCENES[name]
     picture = np.full((height, width, 3), 240, np.uint8)
     y, x = np.mgrid[:height, :width]

@@ -81,7 +81,7 @@ def of_demo() -> None:
             pair = cases.canvases(demo.config(), len(question.rows), question.name)
             found = reference.measure(model, prompt, pair, cases.ENCODER_WINDOW)
             record.save(GOLDENS / f"demo-{question.name}.npz", found)
-    write("demo.json", {"weights": demo.checksum()} | runs)
+    write("demo.json", {"checksum": demo.checksum()} | runs)
 
 
 def answer(model, question: demo.Question, prompt: cases.Prompt) -> dict:
