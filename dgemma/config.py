@@ -20,16 +20,16 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 SOFTCAP = 30.0  # transformers' class default; older files do not write it
 MOST = 2**24  # of any size: a damaged config shall end in a message, not in an allocation
 
-# Keys that change nothing in a forward pass here; anything else that is unknown is an error.
-IGNORED_KEYS = {
-    "architectures", "attention_dropout", "audio_config", "audio_token_id", "boa_token_id", "bos_token_id",
-    "cache_implementation", "chunk_size_feed_forward", "dtype", "enable_moe_block", "eoa_token_id",
-    "eoa_token_index", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id",
-    "output_attentions", "output_hidden_states", "problem_type", "return_dict", "torch_dtype",
-    "transformers_version", "use_cache", "video_token_id", "vision_soft_tokens_per_image", "_name_or_path",
-    "default_output_length", "max_position_embeddings", "model_type", "attention_k_eq_v", "layer_types",
-    "tie_word_embeddings", "unsloth_fixed", "is_causal", "_attn_implementation", "pad_token_id", "generation_config",
-}  # fmt: skip
+# Keys of Gemma's family that change the mathematics in ways nothing here computes, and the values under which they do not.
+# Any other key that nothing reads is listed by name in `ModelConfig.ignored`.
+NEUTRAL = {
+    "use_bidirectional_attention": (None, "vision"),
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+    "attention_bias": (None, False),
+    "hidden_size_per_layer_input": (None, 0),
+    "num_kv_shared_layers": (None, 0),
+    "use_double_wide_mlp": (None, False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +112,16 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
         """The config in either spelling; `source` names it in messages."""
-        if raw.get("model_type") != "diffusion_gemma":
+        top = _Section(raw, source)
+        if top.get("model_type") != "diffusion_gemma":
             raise CheckpointError(
                 f"{source}: model_type is {raw.get('model_type')!r}; dgemma runs 'diffusion_gemma' checkpoints only"
             )
-        top = _Section(raw, source)
+        if top.get("tie_word_embeddings") is False:
+            raise CheckpointError(f"{source}: tie_word_embeddings is False; encoder, decoder and head must share weights")
         text = _read_text(top.section("text_config"))
-        vision_raw = raw.get("vision_config")
-        vision = _read_vision(top.section("vision_config")) if vision_raw else None
-        top.seen.add("vision_config")
-        quantization = raw.get("quantization", raw.get("quantization_config"))
-        top.seen |= {"quantization", "quantization_config"}
+        vision = _read_vision(top.section("vision_config")) if top.get("vision_config") else None
+        quantization = top.get("quantization") or top.get("quantization_config")
         canvas, context = top.size("canvas_length", default=256), text.max_position_embeddings
         if canvas > context:
             raise CheckpointError(f"{source}: canvas_length is {canvas}, more than max_position_embeddings ({context})")
@@ -215,12 +214,13 @@ def _real(value: Any, name: str, most: float = 1e9) -> float:
 
 
 class _Section:
-    """One JSON object being read: hands out checked values, remembers which keys were looked at."""
+    """One JSON object being read: hands out checked values and, when read, notes the keys that nobody asked for."""
 
-    def __init__(self, raw: Any, name: str):
+    def __init__(self, raw: Any, name: str, path: str = "", ignored: list[str] | None = None):
         if not isinstance(raw, dict):
             raise CheckpointError(f"{name}: a JSON object is expected, found {type(raw).__name__}")
-        self.raw, self.name, self.seen = raw, name, set()
+        self.raw, self.name, self.path, self.seen = raw, name, path, set()
+        self.ignored = [] if ignored is None else ignored  # shared by all sections of a file
 
     def get(self, key: str, default: Any = None) -> Any:
         self.seen.add(key)
@@ -236,21 +236,25 @@ class _Section:
         return _real(self.get(key, default), f"{self.name}: {key}", most)
 
     def section(self, key: str) -> _Section:
-        return _Section(self.get(key), f"{self.name}: {key}")
+        return _Section(self.get(key), f"{self.name}: {key}", f"{self.path}{key}.", self.ignored)
+
+    def neutral(self) -> None:
+        """Refuse values that would change the mathematics in a way nothing here computes."""
+        for key, values in NEUTRAL.items():
+            value = self.get(key)
+            if value not in values:
+                raise CheckpointError(f"{self.name}: {key} is {value!r}; supported: {', '.join(map(str, values))}")
 
     def finish(self) -> tuple[str, ...]:
-        unknown = sorted(set(self.raw) - self.seen - IGNORED_KEYS)
-        if unknown:
-            raise CheckpointError(
-                f"{self.name}: unknown key {unknown[0]!r}; it may change what the model computes, so it is not ignored"
-            )
-        return tuple(sorted((set(self.raw) - self.seen) & IGNORED_KEYS))
+        """Every ignored key so far, those of this section now among them."""
+        self.ignored += [self.path + key for key in sorted(set(self.raw) - self.seen)]
+        return tuple(self.ignored)
 
 
 def _read_text(section: _Section) -> TextConfig:
     kinds = _layer_kinds(section)
     layers = _layers(section, kinds)
-    _refuse_unsupported(section)
+    section.neutral()
     config = TextConfig(
         vocab_size=section.size("vocab_size"),
         hidden_size=section.size("hidden_size"),
@@ -283,23 +287,6 @@ def _read_text(section: _Section) -> TextConfig:
                 f"{section.name}: {config.num_attention_heads} query heads cannot share {layer.kv_heads} key/value heads"
             )
     return config
-
-
-def _refuse_unsupported(section: _Section) -> None:
-    """Values that would change the mathematics in a way nothing here computes."""
-    allowed = {
-        "use_bidirectional_attention": (None, "vision"),
-        "hidden_activation": ("gelu_pytorch_tanh", None),
-        "attention_bias": (False, None),
-        "hidden_size_per_layer_input": (0, None),
-        "vocab_size_per_layer_input": None,
-        "num_kv_shared_layers": (0, None),
-        "use_double_wide_mlp": (False, None),
-    }
-    for key, values in allowed.items():
-        value = section.get(key)
-        if values is not None and value not in values:
-            raise CheckpointError(f"{section.name}: {key} is {value!r}; supported: {', '.join(map(str, values))}")
 
 
 def _layer_kinds(section: _Section) -> list[str]:
@@ -367,9 +354,7 @@ def _read_vision(section: _Section) -> VisionConfig:
     kind = section.get("model_type")
     if kind not in ("gemma4_vision", None):
         raise CheckpointError(f"{section.name}: model_type is {kind!r}; supported: gemma4_vision")
-    activation = section.get("hidden_activation")
-    if activation not in ("gelu_pytorch_tanh", None) or section.get("attention_bias"):
-        raise CheckpointError(f"{section.name}: only gelu_pytorch_tanh without attention bias is supported")
+    section.neutral()
     heads = section.size("num_attention_heads", most=4096)
     config = VisionConfig(
         hidden_size=section.size("hidden_size"),

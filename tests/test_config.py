@@ -47,9 +47,13 @@ def test_the_released_geometry():
     assert read.text.final_logit_softcapping == 30.0 and read.text.rms_norm_eps == 1e-6
 
 
-def test_keys_that_are_passed_over_are_listed():
-    config = raw()
-    assert "dtype" in ModelConfig.from_dict(config | {"dtype": "bfloat16"}).ignored
+def test_keys_that_nothing_reads_are_listed():
+    config = raw() | {"mystery": 1}
+    config["text_config"]["initializer_range"] = 0.02
+    config["vision_config"]["num_labels"] = 2
+    ignored = ModelConfig.from_dict(config).ignored
+    assert {"mystery", "text_config.initializer_range", "vision_config.num_labels"} <= set(ignored)
+    assert not {"model_type", "vision_config", "text_config.hidden_size", "text_config.layer_types"} & set(ignored)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +65,14 @@ def test_keys_that_are_passed_over_are_listed():
         (lambda c: c["text_config"].update(hidden_size=-4), "hidden_size is -4; a whole number from 1 to 16777216 is needed"),
         (lambda c: c["text_config"].update(vocab_size="many"), "vocab_size is 'many'; a whole number"),
         (lambda c: c["text_config"].update(rms_norm_eps=float("nan")), "rms_norm_eps is nan; a number"),
-        (lambda c: c["text_config"].update(mystery=1), "text_config: unknown key 'mystery'; it may change what the model"),
+        (lambda c: c["text_config"].update(num_kv_shared_layers=2), "num_kv_shared_layers is 2; supported: None, 0"),
         (lambda c: c["text_config"].update(layer_types=["f"]), "layer_types must list 6 entries of 'sliding_attention' or"),
         (lambda c: c["text_config"].update(top_k_experts=9), "top_k_experts is 9, more than num_experts \\(4\\)"),
         (lambda c: c["text_config"].update(num_key_value_heads=3), "4 query heads cannot share 3 key/value heads"),
         (lambda c: c["text_config"].update(use_bidirectional_attention="all"), "use_bidirectional_attention is 'all'"),
-        (lambda c: c["text_config"].update(hidden_activation="relu"), "hidden_activation is 'relu'; supported: gelu"),
+        (lambda c: c["text_config"].update(hidden_activation="relu"), "hidden_activation is 'relu'; supported: None, gelu"),
         (lambda c: c["text_config"]["rope_parameters"][FULL].update(rope_type="yarn"), "rope_type is 'yarn'; supported"),
+        (lambda c: c.update(tie_word_embeddings=False), "tie_word_embeddings is False; encoder, decoder and head must share"),
         (lambda c: c["vision_config"].update(model_type="siglip"), "vision_config: model_type is 'siglip'"),
         (lambda c: c["vision_config"].update(patch_size=0), "patch_size is 0; a whole number from 1"),
     ],
