@@ -38,14 +38,44 @@ class CacheRows:
     padding: tuple[int, ...] | None
 
 
-class KVCache:
+class _Cache:
+    """What both caches share: buffers `[B, K, slots, E]`, the position, and the bookkeeping on them."""
+
+    def __init__(self, memo: MaskMemo | None):
+        self.memo = memo or MaskMemo()
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = 0
+
+    def append_committed(self, keys: mx.array, values: mx.array) -> StepwiseRead:
+        """Write L positions one after the other; each has a read of its own, as append_decode would give it."""
+        steps = range(keys.shape[2])
+        return StepwiseRead([self.append_decode(keys[:, :, i : i + 1], values[:, :, i : i + 1]) for i in steps])
+
+    def capture_rows(self) -> CacheRows:
+        """A self-contained copy of what is kept, from which `restore` continues exactly as this cache would."""
+        keys, values = self.temporal_view()
+        if keys is not None:  # a view would keep the whole buffer alive, and a later write in place could reach it
+            keys, values = mx.contiguous(keys), mx.contiguous(values)
+            mx.eval(keys, values)
+        return CacheRows(keys, values, self.offset, self.memo.padding)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers held."""
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one stored position takes, all rows of the batch together; 0 before the first write."""
+        return 0 if self.keys is None else self.nbytes // self.keys.shape[2]
+
+
+class KVCache(_Cache):
     """The cache of a full layer: everything, in the order it came, in a buffer that grows in steps of 256."""
 
     def __init__(self, memo: MaskMemo | None = None):
-        self.memo = memo or MaskMemo()
-        self.keys: mx.array | None = None  # [B, K, capacity, E]
-        self.values: mx.array | None = None
-        self.offset = 0
+        super().__init__(memo)
 
     # -- writes -------------------------------------------------------------------------------------------------------
 
@@ -62,10 +92,6 @@ class KVCache:
             "causal", (offset, length), lambda: masks.causal_mask(offset, length, padding)
         )
         return self._write(keys, values, mask)
-
-    def append_committed(self, keys: mx.array, values: mx.array) -> StepwiseRead:
-        """Write L positions one after the other; each has a read of its own, as append_decode would give it."""
-        return _append_stepwise(self, keys, values)
 
     def append_bidirectional(self, keys: mx.array, values: mx.array, blocks: np.ndarray) -> AttentionRead:
         """Write L positions, causal: full layers of Google's model do not let image tokens look ahead."""
@@ -110,10 +136,6 @@ class KVCache:
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def capture_rows(self) -> CacheRows:
-        """A copy from which `restore` continues exactly as this cache would."""
-        return _captured(self)
-
     @classmethod
     def restore(cls, rows: CacheRows, memo: MaskMemo | None = None) -> KVCache:
         """A new cache holding `rows`."""
@@ -137,18 +159,8 @@ class KVCache:
             raise ValueError(f"cannot trim {count} positions: {self.offset} are stored")
         self.offset -= count
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers held."""
-        return _nbytes(self)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one stored position takes, all rows of the batch together; 0 before the first write."""
-        return _bytes_per_token(self)
-
-
-class RotatingKVCache:
+class RotatingKVCache(_Cache):
     """The cache of a sliding layer: the newest `window` positions.
 
     Two layouts take turns. After single writes it is a ring in which position p lies in slot p mod window: the layout is
@@ -158,11 +170,8 @@ class RotatingKVCache:
     """
 
     def __init__(self, window: int, memo: MaskMemo | None = None):
+        super().__init__(memo)
         self.window = window
-        self.memo = memo or MaskMemo()
-        self.keys: mx.array | None = None  # ring: [B, K, <= window, E]; list: [B, K, offset - _first, E]
-        self.values: mx.array | None = None
-        self.offset = 0
         self._first = 0
         self._ring = False
         self._undoable = 0  # positions of the last concatenating write that trim may still take back
@@ -190,10 +199,6 @@ class RotatingKVCache:
     def append_window(self, keys: mx.array, values: mx.array) -> AttentionRead:
         """Write L positions by concatenation; each sees the newest `window` positions up to itself."""
         return self._concatenate("window", masks.window_mask, keys, values, None)
-
-    def append_committed(self, keys: mx.array, values: mx.array) -> StepwiseRead:
-        """Write L positions one after the other; each has a read of its own, as append_decode would give it."""
-        return _append_stepwise(self, keys, values)
 
     def append_bidirectional(self, keys: mx.array, values: mx.array, blocks: np.ndarray) -> AttentionRead:
         """As append_window, and the tokens of an image of `blocks [B, L]` also look ahead, inside the window."""
@@ -270,10 +275,6 @@ class RotatingKVCache:
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def capture_rows(self) -> CacheRows:
-        """A copy of the newest min(offset, window) rows, from which `restore` continues exactly as this cache would."""
-        return _captured(self)
-
     @classmethod
     def restore(cls, rows: CacheRows, window: int, memo: MaskMemo | None = None) -> RotatingKVCache:
         """A new cache holding `rows`."""
@@ -308,16 +309,6 @@ class RotatingKVCache:
         self._undoable = max(0, self._undoable - count)
         self._ring = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers held."""
-        return _nbytes(self)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one stored position takes, all rows of the batch together; 0 before the first write."""
-        return _bytes_per_token(self)
-
 
 # -- what both caches share -------------------------------------------------------------------------------------------
 
@@ -325,11 +316,6 @@ class RotatingKVCache:
 def _one_position(keys: mx.array) -> None:
     if keys.shape[2] != 1:
         raise ValueError(f"append_decode writes one position, got {keys.shape[2]}; append_window writes several")
-
-
-def _append_stepwise(cache: KVCache | RotatingKVCache, keys: mx.array, values: mx.array) -> StepwiseRead:
-    steps = range(keys.shape[2])
-    return StepwiseRead([cache.append_decode(keys[:, :, i : i + 1], values[:, :, i : i + 1]) for i in steps])
 
 
 def _grown(buffer: mx.array | None, new: mx.array, slots: int, limit: int | None = None) -> mx.array:
@@ -353,28 +339,9 @@ def _slots(newest: int, window: int) -> np.ndarray:
     return newest - (newest - live) % window
 
 
-def _captured(cache: KVCache | RotatingKVCache) -> CacheRows:
-    keys, values = cache.temporal_view()
-    if keys is not None:  # a view would keep the whole buffer alive, and a later write in place could reach it
-        keys, values = mx.contiguous(keys), mx.contiguous(values)
-        mx.eval(keys, values)
-    return CacheRows(keys, values, cache.offset, cache.memo.padding)
-
-
 def _selected(rows: CacheRows, chosen: Sequence[int]) -> CacheRows:
     padding = None if rows.padding is None else tuple(rows.padding[i] for i in chosen)
     if rows.keys is None:
         return CacheRows(None, None, rows.offset, padding)
     index = mx.array(list(chosen))
     return CacheRows(rows.keys[index], rows.values[index], rows.offset, padding)
-
-
-def _nbytes(cache: KVCache | RotatingKVCache) -> int:
-    return 0 if cache.keys is None else cache.keys.nbytes + cache.values.nbytes
-
-
-def _bytes_per_token(cache: KVCache | RotatingKVCache) -> int:
-    if cache.keys is None:
-        return 0
-    per_row = cache.keys.shape[1] * (cache.keys.shape[3] * cache.keys.itemsize + cache.values.shape[3] * cache.values.itemsize)
-    return cache.keys.shape[0] * per_row

@@ -77,7 +77,7 @@ class Chat:
             raise PromptError(
                 f"{len(sources)} image(s) given, but this checkpoint has no vision tower: it reads text only"
             )
-        patches = tuple(self._preprocess(source, budget) for source in sources)
+        patches = tuple(self._preprocess(source, budget, f"image {n}") for n, source in enumerate(sources, 1))
         ids = self.tokenizer.encode(self.render(filled), add_special_tokens=False)
         places = ids.count(self.config.image_token_id)
         if places != len(patches):
@@ -115,9 +115,11 @@ class Chat:
                         f"message {number} spells {spelled}, which only the chat template may write; put a space inside it"
                     )
 
-    def _preprocess(self, source: Any, budget: int | None) -> Patches:
+    def _preprocess(self, source: Any, budget: int | None, label: str) -> Patches:
         vision, most = self.config.vision, self.image_budget if budget is None else budget
-        return preprocess(source, budget=most, patch_size=vision.patch_size, pooling=vision.pooling_kernel_size)
+        return preprocess(
+            source, budget=most, patch_size=vision.patch_size, pooling=vision.pooling_kernel_size, label=label
+        )
 
     def _expand(self, ids: Sequence[int], images: Sequence[Patches]) -> list[int]:
         config, waiting, expanded = self.config, iter(images), []

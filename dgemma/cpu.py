@@ -1,6 +1,6 @@
 """The same operations for mlx's CPU backend, in float32; other dtypes get the plain ones.
 
-Two facts about mlx 0.32 on x86-64 shape this module (measured; docs/backends.md): it takes exponentials one value at a
+Two facts about mlx 0.32.4 on x86-64 shape this module (measured on two cores of an AMD EPYC): it takes exponentials one value at a
 time (10 ns each, numpy's are vectorised: 1.3 ns), and every operation costs about 4 us to schedule, which on a canvas of
 a few thousand numbers is most of the time. So matrix products stay mlx's (they reach the BLAS), and what lies between
 them is done by numpy in mlx's own memory: `np.array(a, copy=False)` of an evaluated array is a view of it (mlx

@@ -220,6 +220,17 @@ def test_progress_shows_on_a_terminal_after_a_while_and_goes_away(monkeypatch):
     assert "loading demo, 0 s" in got and got.endswith("\r\x1b[K")
 
 
+def test_progress_is_gone_before_text_comes():
+    calls = []
+
+    class Note:
+        def __getattr__(self, name):
+            return lambda *_, **__: calls.append(name)
+
+    terminal.show([dgemma.Text(0, "Hello")], terminal.Transcript(0), Note(), Note(), None)
+    assert calls == ["now", "hide", "say", "hide", "say", "end"]
+
+
 # -- ends that are not the end -----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +77,60 @@ def test_a_notebook_is_stored_with_what_it_shows(path):
     assert not [output for output in outputs if output["output_type"] == "error"]
     assert any("assert " in line for cell in cells for line in cell["source"])
     assert path.stat().st_size < 1_000_000
+
+
+# -- the README -------------------------------------------------------------------------------------------------------
+
+ROOT = EXAMPLES.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(kind: str) -> list[str]:
+    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE) if name == kind]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each command of the README's console blocks and what it is said to print; the drawing of a canvas goes to stderr."""
+    found = []
+    for part in "\n".join(blocks("console")).split("$ ")[1:]:
+        command, _, printed = part.partition("\n")
+        kept = [line for line in printed.strip().splitlines() if not line.startswith(("block ", "⋮"))]
+        found.append((command, "\n".join(kept)))
+    return found
+
+
+@pytest.mark.parametrize("command, printed", commands(), ids=lambda text: text[:40])
+def test_a_command_of_the_readme_prints_what_it_says(command, printed):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == printed
+
+
+def test_the_programs_of_the_readme_run(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = {}
+    for program in blocks("python"):
+        if '"google/' not in program:  # the released checkpoint cannot be fetched by a test
+            exec(program, names)  # one after the other, as a reader would
+    printed = capsys.readouterr().out
+    assert printed.startswith(right_answer())
+    assert "The end." in printed
+
+
+def test_the_files_that_the_readme_links_to_are_there():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_the_tree_of_the_readme_is_the_tree():
+    drawn = next(block for block in blocks("") if block.startswith("attention/"))
+    folder, named = "", set()
+    for line in drawn.splitlines():
+        if not line.startswith(" "):
+            folder = line.split("/")[0]
+        named.update(f"{folder}/{name}" for name in re.findall(r"\b(\w+\.py)\b", line))
+    there = {f"{folder}/{path.name}" for folder in ("attention", "vision", "dgemma") for path in (ROOT / folder).glob("*.py")}
+    assert named == {path for path in there if not path.endswith("__init__.py")}

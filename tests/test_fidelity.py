@@ -13,10 +13,12 @@ from pathlib import Path
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on an NVIDIA GPU mlx would round float32 products to 10 bits
 
+import dgemma  # before mlx: it loads the BLAS that mlx then uses
+
+import mlx.core as mx
 import numpy as np
 import pytest
 
-import dgemma  # noqa: F401  before mlx: it loads the BLAS that mlx then uses
 from oracle import cases, demo, ours, record, tiny
 
 GOLDENS = Path(__file__).parent / "oracle" / "goldens"
@@ -25,6 +27,11 @@ CHUNK = 5  # shorter than every image block but one
 
 load = functools.lru_cache(maxsize=None)(ours.load)
 load_demo = functools.lru_cache(maxsize=None)(ours.load_folder)
+
+
+@functools.lru_cache(maxsize=None)
+def load_pipeline() -> dgemma.Pipeline:
+    return dgemma.Pipeline.from_pretrained(demo.folder(), dtype=mx.float32)
 
 
 @functools.lru_cache(maxsize=None)
@@ -95,3 +102,21 @@ def test_the_demo_answers_as_under_the_reference(name, goldens_of_demo):
     golden = goldens_of_demo[name]
     made = ours.generate(load_demo(demo.folder()), prompt_of_demo(name, golden), golden["seeds"], demo.policy())
     assert made.outcome == {key: golden[key] for key in ("tokens", "steps", "reasons")}
+
+
+@pytest.mark.parametrize("name", ["compare", "finer", "batch"])
+def test_the_demo_answers_words_and_pictures_as_under_the_reference(name, goldens_of_demo):
+    question, golden = demo.QUESTIONS[name], goldens_of_demo[name]
+    pictures = [[demo.scene(scene) for scene in names] for _, names in question.rows]
+    answers = load_pipeline()(
+        [text for text, _ in question.rows],
+        pictures,
+        seed=golden["seeds"],
+        image_budget=question.budget,
+        redraws=0,
+    )
+    found = {"tokens": [list(answer.tokens) for answer in answers], "steps": [list(answer.steps) for answer in answers]}
+    assert found == {"tokens": golden["tokens"], "steps": golden["steps"]}
+    assert [answer.prompt_tokens for answer in answers] == [
+        len(row) - pad for row, pad in zip(golden["ids"], golden["padding"])
+    ]

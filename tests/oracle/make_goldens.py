@@ -19,7 +19,7 @@ from oracle import cases, demo, record, reference, tiny  # noqa: E402
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 # A run this far from every border comes out the same on every machine: logits agree to about 1e-5, entropies to 1e-6.
 CLEAR = {"draw": 1e-4, "best": 1e-2, "accept": 1e-4, "stop": 5e-5, "route": 1e-5}
-ATTEMPTS = 12  # seeds tried for an answer of the demo checkpoint
+ATTEMPTS = 16  # seeds tried for an answer of the demo checkpoint
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def answer(model, question: demo.Question, prompt: cases.Prompt) -> dict:
         seeds = [seed + 100 * attempt for seed in question.seeds]
         run = reference.generate(model, prompt, seeds, demo.policy())
         tried.append((clearance(run), seeds, run))
-        if clearance(run) > 3:
+        if clearance(run) > 2:
             break
     clear, seeds, run = max(tried, key=lambda one: one[0])
     print(f"demo {question.name}: {run.reasons}, steps {run.steps}, clear of every border {clear:.1f} times over")

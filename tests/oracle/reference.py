@@ -64,13 +64,13 @@ class Oracle(DiffusionGemmaForBlockDiffusion):
     def _denoising_step(self, *, finished_denoising, sampler, **inputs):
         self.draws.begin_step(finished_denoising)
         made = super()._denoising_step(finished_denoising=finished_denoising, sampler=sampler, **inputs)
-        self.draws.end_step(logits=made[2], accepted=sampler.accepted_token_mask, best=made[1])
+        self.draws.end_step(logits=made[2], accepted=sampler.accepted_token_mask)
         return made
 
     def _finalize_canvas(self, **inputs):
-        self.draws.blocks.append(inputs["input_ids"][:, -self.config.canvas_length :].tolist())
+        block = inputs["input_ids"][:, -self.config.canvas_length :].tolist()
         ids, finished = DiffusionGemmaForBlockDiffusion._finalize_canvas(**inputs)
-        self.draws.finished = finished.clone()
+        self.draws.end_block(block, finished)
         return ids, finished
 
 
@@ -275,7 +275,7 @@ class Margins:
     implementations and machines; a run that is nowhere close must come out the same on all of them."""
 
     draw: float = np.inf  # from a drawn number to the nearest border between two tokens
-    best: float = np.inf  # between the two largest logits
+    best: float = np.inf  # between the two largest logits, where a block may end
     accept: float = np.inf  # from a position's cumulative entropy to the bound
     stop: float = np.inf  # from a mean entropy to the confidence threshold
     route: float = np.inf  # between the scores of the last expert chosen and of the first one passed over
@@ -299,12 +299,13 @@ class Draws:
         self.finished = torch.zeros(len(seeds), dtype=torch.bool)  # whole answers
         self.active = ~self.finished  # rows of the step that is running
         self.uniforms: torch.Tensor | None = None  # [B, 2, C] within a step, None at a block's start
+        self.gaps: list[torch.Tensor] = []  # [B] each: between the two largest logits, a step of the block
         self.blocks: list[list[list[int]]] = []
         self.steps: list[list[int]] = []
         self.margins = Margins()
 
     def begin_block(self) -> None:
-        self.uniforms = None
+        self.uniforms, self.gaps = None, []
         self.active = ~self.finished
         self.steps.append([0] * len(self.keys))
 
@@ -325,18 +326,28 @@ class Draws:
         self.distances = ((sums - mark).abs().amin(dim=-1) / sums[:, -1]).view(-1, self.length)
         return (sums <= mark).sum(dim=-1, keepdim=True)
 
-    def end_step(self, logits: torch.Tensor, accepted: torch.Tensor, best: torch.Tensor) -> None:
+    def end_step(self, logits: torch.Tensor, accepted: torch.Tensor) -> None:
         """Notes the margins of the active rows: processed logits [B, C, V], accepted [B, C]."""
         on, margins = self.active, self.margins
         if not on.any():  # finished answers keep the reference's loop turning for nothing
             return
-        entropy = torch.distributions.Categorical(logits=logits[on]).entropy()  # [A, C]
-        rising = entropy.sort(dim=-1).values
-        top = logits[on].topk(2, dim=-1).values
+        entropy = torch.distributions.Categorical(logits=logits).entropy()  # [B, C]
+        rising = entropy[on].sort(dim=-1).values
+        top = logits.topk(2, dim=-1).values
+        self.gaps.append((top[..., 0] - top[..., 1]).amin(dim=-1))  # [B]
         margins.note("draw", self.distances[on][accepted[on]])
-        margins.note("best", top[..., 0] - top[..., 1])
         margins.note("accept", (rising.cumsum(dim=-1) - rising - self.policy.entropy_bound).abs())
-        margins.note("stop", (entropy.mean(dim=-1) - self.policy.confidence).abs())
+        margins.note("stop", (entropy.mean(dim=-1)[on] - self.policy.confidence).abs())
+        # The most likely tokens only matter where the block may end: they are emitted then, if they have stood long enough.
+        ending = on & (entropy.mean(dim=-1) < 2 * self.policy.confidence)
+        if len(self.gaps) == self.policy.max_denoising_steps:
+            ending = on
+        margins.note("best", torch.stack(self.gaps[-1 - self.policy.stability :])[:, ending])
+
+    def end_block(self, block: list[list[int]], finished: torch.Tensor) -> None:
+        self.blocks.append(block)
+        self.finished = finished.clone()
+        self.active = ~self.finished  # these are encoded next
 
     def routed(self, router: torch.nn.Module, inputs: tuple, output: tuple) -> None:
         """Notes the margins of a router's choices, of the rows at work and their real positions: `output[0]` [B * L, X]."""
