@@ -84,13 +84,54 @@ def _normed(x: np.ndarray, weight: mx.array | None, eps: float) -> np.ndarray:
 
 
 @_of_float32
-def norm_rotate(x: mx.array, weight: mx.array, eps: float, angles: Angles) -> mx.array:
-    """As plain.norm_rotate."""
-    cos, sin = (_view(a) for a in angles)
-    normed, half = _normed(_view(x), weight, eps), x.shape[-1] // 2
-    out = normed * cos
-    out[..., :half] += normed[..., half:] * sin[..., :half]
-    out[..., half:] += normed[..., :half] * sin[..., half:]
+def heads(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    query_weight: mx.array,
+    key_weight: mx.array,
+    eps: float,
+    angles: Angles,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """As plain.heads."""
+    mx.eval(queries, keys, values, *angles)  # one wait for all
+    turned = (_rotated(_normed(_view(x), w, eps), angles) for x, w in ((queries, query_weight), (keys, key_weight)))
+    return (*turned, mx.array(_normed(_view(values), None, eps)))
+
+
+def _rotated(x: np.ndarray, angles: Angles) -> mx.array:
+    (cos, sin), half = (_view(a) for a in angles), x.shape[-1] // 2
+    out = x * cos
+    out[..., :half] += x[..., half:] * sin[..., :half]
+    out[..., half:] += x[..., :half] * sin[..., half:]
+    return mx.array(out)
+
+
+@_of_float32
+def add_normed(x: mx.array, branch: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """As plain.add_normed."""
+    mx.eval(x, branch)
+    out = _normed(_view(branch), weight, eps)
+    out += _view(x)
+    return mx.array(out)
+
+
+@_of_float32
+def merge(
+    x: mx.array,
+    dense: mx.array,
+    sparse: mx.array,
+    weights: tuple[mx.array, mx.array, mx.array],
+    eps: float,
+    scalar: mx.array,
+) -> mx.array:
+    """As plain.merge."""
+    mx.eval(x, dense, sparse)
+    summed = _normed(_view(dense), weights[0], eps)
+    summed += _normed(_view(sparse), weights[1], eps)
+    out = _normed(summed, weights[2], eps)
+    out += _view(x)
+    out *= _view(scalar)
     return mx.array(out)
 
 
@@ -168,6 +209,17 @@ def softmax(logits: mx.array) -> mx.array:
     _in_strips(_exponentials, rows, sums)
     rows /= sums
     return mx.array(out)
+
+
+@_of_float32
+def route(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """As plain.route."""
+    found = _view(scores)
+    chosen = np.argpartition(-found, k - 1, axis=-1)[:, :k]
+    shares = np.take_along_axis(found, chosen, axis=-1)
+    _exponentials(shares, sums := np.empty((len(shares), 1), np.float32))
+    shares /= sums
+    return mx.array(chosen), mx.array(shares)
 
 
 @_of_float32

@@ -18,10 +18,13 @@ if name not in CHOICES:
     raise ImportError(f"{VARIABLE}={name}: allowed are {', '.join(CHOICES)}")
 _chosen = CHOICES[name]
 
+add_normed = _chosen.add_normed
 attention = _chosen.attention
 experts = _chosen.experts
 geglu = _chosen.geglu
-norm_rotate = _chosen.norm_rotate
+heads = _chosen.heads
+merge = _chosen.merge
 rms_norm = _chosen.rms_norm
+route = _chosen.route
 softcap = _chosen.softcap
 softmax = _chosen.softmax

@@ -74,9 +74,9 @@ class Attention(nn.Module):
         queries = self._heads(self.q_proj(x), self.heads)
         keys = self._heads(self.k_proj(x), self.kv_heads)
         values = self._heads(self.v_proj(x), self.kv_heads) if "v_proj" in self else keys
-        queries = kernels.norm_rotate(queries, self.q_norm.weight, self.eps, angles)
-        keys = kernels.norm_rotate(keys, self.k_norm.weight, self.eps, angles)
-        values = unweighted_norm(values, self.eps)
+        queries, keys, values = kernels.heads(
+            queries, keys, values, self.q_norm.weight, self.k_norm.weight, self.eps, angles
+        )
         out = read(keys, values).attend(queries, scale=1.0)
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))  # [B, L, H E]
 
@@ -98,11 +98,8 @@ class Router(nn.Module):
         """Experts and weights `[T, k]` (weights float32) of `rows [T, D]`."""
         # Two multiplications, never one folded scale: their roundings in bf16 decide close calls as the reference does.
         x = unweighted_norm(rows, self.eps) * self.scale * rows.shape[-1] ** -0.5
-        scores = self.proj(x).astype(mx.float32)  # a softmax over 128 experts in bf16 would tie
-        chosen = mx.argpartition(-scores, self.top_k - 1, axis=-1)[:, : self.top_k]
-        # A softmax over all experts renormalised over the chosen equals the softmax over the chosen.
-        weights = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1)
-        return chosen, weights * self.per_expert_scale[chosen]
+        chosen, shares = kernels.route(self.proj(x), self.top_k)
+        return chosen, shares * self.per_expert_scale[chosen]
 
 
 class Experts(nn.Module):
@@ -125,6 +122,7 @@ class Block(nn.Module):
     def __init__(self, config: TextConfig, layer: Layer):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.eps = eps
         self.self_attn = Attention(config, layer)
         self.mlp = GeGLU(hidden, config.intermediate_size)
         self.router = Router(config)
@@ -141,17 +139,18 @@ class Block(nn.Module):
 
     def encode(self, x: mx.array, angles: tuple[mx.array, mx.array], read: Read) -> mx.array:
         """The encoder pass over `x [B, L, D]`."""
-        return self._layer(x, angles, read) * self.encoder_layer_scalar
+        return self._layer(x, angles, read, self.encoder_layer_scalar)
 
     def decode(self, x: mx.array, angles: tuple[mx.array, mx.array], read: Read) -> mx.array:
         """The canvas pass over `x [B, C, D]`."""
-        return self._layer(x, angles, read) * self.layer_scalar
+        return self._layer(x, angles, read, self.layer_scalar)
 
-    def _layer(self, x: mx.array, angles: tuple[mx.array, mx.array], read: Read) -> mx.array:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), angles, read))
-        dense = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(x)))
-        sparse = self.post_feedforward_layernorm_2(self._mixture(x))
-        return x + self.post_feedforward_layernorm(dense + sparse)
+    def _layer(self, x: mx.array, angles: tuple[mx.array, mx.array], read: Read, scalar: mx.array) -> mx.array:
+        attended = self.self_attn(self.input_layernorm(x), angles, read)
+        x = kernels.add_normed(x, attended, self.post_attention_layernorm.weight, self.eps)
+        dense = self.mlp(self.pre_feedforward_layernorm(x))
+        norms = (self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.post_feedforward_layernorm)
+        return kernels.merge(x, dense, self._mixture(x), tuple(norm.weight for norm in norms), self.eps, scalar)
 
     def _mixture(self, x: mx.array) -> mx.array:
         rows = x.reshape(-1, x.shape[-1])  # [B L, D]

@@ -26,14 +26,50 @@ def rotate(x: mx.array, angles: Angles) -> mx.array:
     return x * cos + mx.roll(x, x.shape[-1] // 2, axis=-1) * sin
 
 
-def norm_rotate(x: mx.array, weight: mx.array, eps: float, angles: Angles) -> mx.array:
-    """`rotate(rms_norm(x))` of queries or keys `[B, heads, L, E]`."""
-    return rotate(rms_norm(x, weight, eps), angles)
+def heads(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    query_weight: mx.array,
+    key_weight: mx.array,
+    eps: float,
+    angles: Angles,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What attention works on: queries and keys normed and rotated, values normed without a weight.
+
+    queries `[B, H, L, E]`, keys and values `[B, K, L, E]` as projected; `values` may be `keys` itself.
+    """
+    return (
+        rotate(rms_norm(queries, query_weight, eps), angles),
+        rotate(rms_norm(keys, key_weight, eps), angles),
+        rms_norm(values, None, eps),
+    )
 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None) -> mx.array:
     """Softmax attention: queries `[B, H, L, E]`, keys and values `[B, K, T, E]`, mask `[B or 1, 1, L, T]` or None."""
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def add_normed(x: mx.array, branch: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """The residual `x [B, L, D]` plus a normed branch of the same shape."""
+    return x + rms_norm(branch, weight, eps)
+
+
+def merge(
+    x: mx.array,
+    dense: mx.array,
+    sparse: mx.array,
+    weights: tuple[mx.array, mx.array, mx.array],
+    eps: float,
+    scalar: mx.array,
+) -> mx.array:
+    """The end of a layer, all `[B, L, D]`: dense MLP and experts, each normed, summed, normed, added to x, and scaled.
+
+    `weights` are those of the three norms: of the dense branch, of the sparse one, of their sum.
+    """
+    summed = rms_norm(dense, weights[0], eps) + rms_norm(sparse, weights[1], eps)
+    return (x + rms_norm(summed, weights[2], eps)) * scalar
 
 
 def gelu(x: mx.array) -> mx.array:
@@ -54,6 +90,14 @@ def softcap(logits: mx.array, cap: float) -> mx.array:
 def softmax(logits: mx.array) -> mx.array:
     """Softmax over the last axis, float32."""
     return mx.softmax(logits, axis=-1, precise=True)
+
+
+def route(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The k experts of highest score for each row, and their shares: `scores [T, X]` -> two `[T, k]`, shares float32."""
+    scores = scores.astype(mx.float32)  # a softmax over 128 experts in bf16 would tie
+    chosen = mx.argpartition(-scores, k - 1, axis=-1)[:, :k]
+    # A softmax over all experts renormalised over the chosen equals the softmax over the chosen.
+    return chosen, mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1)
 
 
 def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:

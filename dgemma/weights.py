@@ -45,6 +45,7 @@ def load(folder: str | Path, image_attention: str = "encoder-window", dtype: mx.
             if name in stored:
                 raise CheckpointError(f"{path}: tensor {name} stands in two files of this checkpoint")
             stored[name] = array
+    backend.fit_threads(config.text.hidden_size)
     model = DiffusionGemma(config, image_attention)
     weights = rename(stored)
     check(model, weights, str(folder))

@@ -80,7 +80,7 @@ def goldens_of_demo() -> dict:
     if not demo.folder().is_dir():
         pytest.skip("this tree ships no demo checkpoint")
     stored = read_json("demo.json")
-    assert stored["checksum"] == demo.checksum(), "the demo checkpoint or its pictures changed: run python tests/oracle/make_goldens.py"
+    assert stored["checksum"] == demo.checksum(), "the demo checkpoint or its pictures changed: run make goldens"
     return stored
 
 

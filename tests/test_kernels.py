@@ -35,10 +35,37 @@ def test_rms_norm_of_zeros_is_zero():
 
 
 @pytest.mark.parametrize("fraction, kind", [(1.0, "default"), (0.25, "proportional")])
-def test_norm_rotate(fraction, kind):
+@pytest.mark.parametrize("shared", [False, True])
+def test_heads(fraction, kind, shared):
     angles = Rotary(Rope(theta=1e4, fraction=fraction, kind=kind), 32).angles(mx.arange(7)[None] + 100)
-    x = random(2, 7, 3, 32).swapaxes(1, 2)  # as attention hands it over: a transposed view
-    same(cpu.norm_rotate(x, random(32, seed=1), 1e-6, angles), plain.norm_rotate(x, random(32, seed=1), 1e-6, angles))
+    as_projected = lambda heads, seed: random(2, 7, heads, 32, seed=seed).swapaxes(1, 2)  # a transposed view
+    queries, keys = as_projected(4, 0), as_projected(2, 1)
+    values = keys if shared else as_projected(2, 2)
+    weights = random(32, seed=3), random(32, seed=4)
+    found = [module.heads(queries, keys, values, *weights, 1e-6, angles) for module in (cpu, plain)]
+    for ours, theirs in zip(*found):
+        same(ours, theirs)
+
+
+def test_residuals():
+    x, dense, sparse = (random(2, 5, 24, seed=seed, scale=2.0) for seed in range(3))
+    weights, scalar = tuple(random(24, seed=seed) for seed in range(3, 6)), mx.array([0.8])
+    kept = np.array(x)
+    same(*(module.add_normed(x, dense, weights[0], 1e-6) for module in (cpu, plain)))
+    same(*(module.merge(x, dense, sparse, weights, 1e-6, scalar) for module in (cpu, plain)))
+    np.testing.assert_array_equal(np.array(x), kept, err_msg="the input is left alone")
+
+
+@pytest.mark.parametrize("number, k", [(4, 1), (8, 2), (128, 8), (8, 8)])
+def test_route(number, k):
+    scores = random(30, number, scale=2.0)
+    for chosen, shares in (module.route(scores, k) for module in (cpu, plain)):
+        p = np.exp(np.array(scores, np.float64))
+        best = np.argsort(-p, axis=-1)[:, :k]
+        order = np.argsort(-np.array(shares), axis=-1)
+        np.testing.assert_array_equal(np.take_along_axis(np.array(chosen), order, -1), best)
+        top = np.take_along_axis(p, best, -1)
+        np.testing.assert_allclose(np.sort(np.array(shares))[:, ::-1], top / top.sum(-1, keepdims=True), atol=1e-6)
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])

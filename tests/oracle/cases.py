@@ -79,7 +79,8 @@ class Generation:
     policy: Policy = field(default_factory=lambda: Policy(max_new_tokens=8))
 
 
-SHORT, ONE, THREE = (9,), (4, (3, 2), 9), (2, (2, 1), 3, (4, 4), 1, (1, 5), 6)  # (4, 4) alone overflows the window of 12
+SHORT, ONE, THREE = (9,), (4, (3, 2), 9), (2, (2, 1), 3, (4, 4), 1, (1, 5), 6)  # (4, 4) overflows a window of 12
+LONG = (9, (3, 3), 50, (5, 2), 9)
 BATCH = ((20,), (3, (2, 3), 8, (3, 1), 4), (5, (2, 2), 6))
 CASES = {
     case.name: case
@@ -90,7 +91,7 @@ CASES = {
         Case(name="ring-batch", model="ring", rows=BATCH),
         Case(name="ring-pictures", model="ring", rows=((3, "stripes", 5, "disc", 4),)),
         Case(name="wide-one", model="wide", rows=(ONE,)),
-        Case(name="wide-batch", model="wide", rows=((9, (3, 3), 50, (5, 2), 9), (12,), (7, (2, 2), 60))),
+        Case(name="wide-batch", model="wide", rows=(LONG, (12,), (7, (2, 2), 60))),
         Case(name="causal-short", model="causal", rows=(SHORT,)),
         Case(name="causal-one", model="causal", rows=(ONE,)),
         Case(name="causal-batch", model="causal", rows=BATCH),
@@ -98,7 +99,7 @@ CASES = {
         Case(name="text-batch", model="text", rows=((17,), (5,), (30,))),
         Case(name="google-one", model="ring", rows=(ONE,), image_attention=BIDIRECTIONAL),
         Case(name="google-three", model="ring", rows=(THREE,), image_attention=BIDIRECTIONAL),
-        Case(name="google-batch", model="wide", rows=((9, (3, 3), 50, (5, 2), 9), (12,)), image_attention=BIDIRECTIONAL),
+        Case(name="google-batch", model="wide", rows=(LONG, (12,)), image_attention=BIDIRECTIONAL),
     )
 }
 
@@ -114,7 +115,8 @@ GENERATIONS = {
             name="ring-one-13-tokens", case="ring-one", seeds=(301,), policy=Policy(max_new_tokens=13, confidence=0.02)
         ),
         Generation(
-            name="ring-three-4-blocks", case="ring-three", seeds=(101,), policy=Policy(max_new_tokens=32, entropy_bound=0.3)
+            name="ring-three-4-blocks", case="ring-three", seeds=(101,),
+            policy=Policy(max_new_tokens=32, entropy_bound=0.3)
         ),
         Generation(
             name="ring-batch-ends", case="ring-batch", seeds=(501, 502, 503),
@@ -122,7 +124,8 @@ GENERATIONS = {
         ),
         Generation(name="ring-pictures", case="ring-pictures", seeds=(201,), policy=Policy(max_new_tokens=16)),
         Generation(
-            name="wide-one-6-steps", case="wide-one", seeds=(501,), policy=Policy(max_new_tokens=32, max_denoising_steps=6)
+            name="wide-one-6-steps", case="wide-one", seeds=(501,),
+            policy=Policy(max_new_tokens=32, max_denoising_steps=6)
         ),
         Generation(
             name="wide-batch-4-blocks", case="wide-batch", seeds=(301, 302, 303),
@@ -202,7 +205,7 @@ def drawing(name: str) -> np.ndarray:
 
 
 def canvases(model_config: dict, rows: int, name: str) -> list[np.ndarray]:
-    """Two canvases to be scored, int32 [B, C]. The second is committed, and holds an image token, as no block should."""
+    """Two canvases to be scored, int32 [B, C]. The second is committed; it holds an image token, as no block should."""
     vocabulary, length = model_config["text_config"]["vocab_size"], model_config["canvas_length"]
     stream = np.random.RandomState(zlib.crc32(f"{name} canvases".encode()))
     pair = [stream.randint(0, vocabulary, (rows, length)).astype(np.int32) for _ in range(2)]

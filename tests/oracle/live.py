@@ -21,7 +21,7 @@ import dgemma  # noqa: E402, F401  before torch: it loads the BLAS that mlx then
 from oracle import cases, demo, ours, record, reference, tiny  # noqa: E402
 
 TOLERANCE = 1e-4
-# A run that came closer to a border than this may fall to either side of it. Logits start 1e-6 of their scale apart, and
+# A run that came closer to a border than this may fall to either side of it. Logits start 1e-6 of their scale apart;
 # over tens of steps self-conditioning carries that to ten times as much and more.
 ROUNDING = {"draw": 5e-5, "best": 1e-3, "accept": 5e-5, "stop": 2e-5, "route": 1e-5}
 
@@ -49,12 +49,12 @@ class Table:
 
     def show(self) -> bool:
         """Print everything; True when all is within its limits."""
-        print(f"\n{'comparison':<44}{'largest difference':>20}   where")
+        print(f"\n{'comparison':<52}{'largest difference':>20}   where")
         for key, (size, where) in sorted(self.worst.items()):
-            print(f"{key:<44}{size:>20.1e}   {where}")
-        print(f"\n{'generations':<44}{'runs':>20}")
+            print(f"{key:<52}{size:>20.1e}   {where}")
+        print(f"\n{'generations':<52}{'runs':>20}")
         for key, count in sorted(self.runs.items()):
-            print(f"{key:<44}{count:>20}")
+            print(f"{key:<52}{count:>20}")
         print("", *self.faults, sep="\n")
         fine = all(size < TOLERANCE for size, _ in self.worst.values())
         return fine and not any(key.endswith("different") for key in self.runs)

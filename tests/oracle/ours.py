@@ -35,7 +35,7 @@ def measure(
 ) -> dict[str, np.ndarray]:
     """Everything that is compared of one prompt and two canvases [B, C]; the names are those of reference.measure.
 
-    With a `chunk` the prompt is written in pieces, and hidden states, which then belong to the last piece, are left out.
+    With a `chunk` the prompt is written in pieces, and its hidden states are left out: no pass has them all.
     """
     features = model.encode_images(patches(prompt))
     found = {f"vision/{i}": np.array(rows) for i, rows in enumerate(features)}

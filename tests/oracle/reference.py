@@ -90,7 +90,7 @@ def load_folder(folder: str | Path) -> Oracle:
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             raise ValueError(f"{folder}: {problem}: {sorted(info[problem])}")
-    # With padded rows and eager attention, 5.17's `generate` asks for a float mask by the canvas's integer dtype and dies.
+    # With padded rows and eager attention, 5.17's `generate` asks for a float mask of an integer dtype and fails.
     decoder, make = model.model.decoder, model.model.decoder.create_diffusion_decoder_attention_mask
     decoder.create_diffusion_decoder_attention_mask = lambda inputs_embeds, **rest: make(
         inputs_embeds=inputs_embeds.float(), **rest
@@ -115,7 +115,7 @@ def measure(model: Oracle, prompt: Prompt, canvases: list[np.ndarray], image_att
     """Everything that is compared of one prompt and two canvases [B, C], by name; real rows only, padding cut off.
 
     vision/I [n, D]; hidden/R [L, D] after the last norm; cache/N/keys/R and values [K, S, E] in temporal order, with
-    block/ in front once the second canvas is committed; logits/first, logits/conditioned and block/logits/first [B, C, V].
+    block/ in front once the second canvas is committed; logits/first, logits/conditioned, block/logits/first [B, C, V].
     """
     found = {f"vision/{i}": array for i, array in enumerate(features(model, prompt))}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -133,7 +133,7 @@ def measure(model: Oracle, prompt: Prompt, canvases: list[np.ndarray], image_att
 
 
 def features(model: Oracle, prompt: Prompt) -> list[np.ndarray]:
-    """Each image's rows of the prompt, [n, D]. All images go through the tower as one padded batch, as in `generate`."""
+    """Each image's rows of the prompt, [n, D]. They go through the tower as one padded batch, as in `generate`."""
     if not prompt.pictures:
         return []
     pixels, places = _pixels(prompt)
@@ -162,7 +162,7 @@ def encode(model: Oracle, ids, padding, prompt: Prompt | None, cache, image_atte
     )
     if image_attention == BIDIRECTIONAL and stored == 0:
         masks = google_masks(images, real, model.config.text_config.sliding_window)
-    # `generate` counts positions from the padding on. Rotary attention only knows differences, so a row may as well count
+    # `generate` counts positions from the padding on. Rotary attention knows only differences, so a row may count
     # from its own first token, as dgemma's do; the cached keys then agree.
     places = places - torch.tensor(padding)[:, None]
     made = model.model.encoder(attention_mask=masks, past_key_values=cache, position_ids=places, **inputs)
@@ -338,7 +338,7 @@ class Draws:
         margins.note("draw", self.distances[on][accepted[on]])
         margins.note("accept", (rising.cumsum(dim=-1) - rising - self.policy.entropy_bound).abs())
         margins.note("stop", (entropy.mean(dim=-1)[on] - self.policy.confidence).abs())
-        # The most likely tokens only matter where the block may end: they are emitted then, if they have stood long enough.
+        # The most likely tokens matter only where the block may end: they are emitted if they have stood long enough.
         ending = on & (entropy.mean(dim=-1) < 2 * self.policy.confidence)
         if len(self.gaps) == self.policy.max_denoising_steps:
             ending = on
@@ -350,7 +350,7 @@ class Draws:
         self.active = ~self.finished  # these are encoded next
 
     def routed(self, router: torch.nn.Module, inputs: tuple, output: tuple) -> None:
-        """Notes the margins of a router's choices, of the rows at work and their real positions: `output[0]` [B * L, X]."""
+        """Notes the margins of a router's choices for real positions of the rows at work; `output[0]` [B * L, X]."""
         scores = output[0].log().view(len(self.keys), -1, output[0].shape[-1])  # [B, L, X]
         length = scores.shape[1]
         # Before the first block it is the prompt that is read, padding and all.

@@ -1,8 +1,8 @@
 """Tiny random DiffusionGemma checkpoints, rebuilt from numbers wherever they are needed; neither torch nor mlx.
 
-The goldens hold what transformers computed on these weights, not the weights: a tensor is a function of its name and its
-shape. Only `RandomState.random_sample` is used, whose stream numpy froze (NEP 19) and which calls no libm, so every
-machine gets the same bits.
+The goldens hold what transformers computed on these weights, not the weights: a tensor is a function of its name
+and its shape. Only `RandomState.random_sample` is used, whose stream numpy froze (NEP 19) and which calls no libm,
+so every machine gets the same bits.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ CONFIGS = {
     "text": _config("sfsf", window=12, hidden=48, vision=None),
 }  # fmt: skip
 
-# How strongly a layer speaks against the residual stream, and how far apart the embeddings lie. Together they decide how
-# sure a random model is: here some blocks settle and others run into the step cap.
+# How strongly a layer speaks against the residual stream, and how far apart the embeddings lie. Together they decide
+# how sure a random model is: here some blocks settle and others run into the step cap.
 BRANCH, EMBED = 0.35, 0.55
 
 
@@ -231,9 +231,9 @@ def _tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _law(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """(centre, half-width) of a tensor's numbers. Nothing is left at the value that would make forgetting it harmless."""
+    """(centre, half-width) of a tensor's numbers. No tensor has the value that makes forgetting it harmless."""
     root3 = 3.0**0.5
-    kind = name.rsplit(".", 1)[-1]
+    kind, kind_of_norm = name.rsplit(".", 1)[-1], name.split(".")[-2]
     if kind == "layer_scalar":
         return 1.0, 0.2
     if kind in ("input_min", "output_min", "input_max", "output_max"):  # tight enough to bite in every layer
@@ -241,9 +241,9 @@ def _law(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return side * (1.4 if kind.startswith("input") else 0.9), 0.2
     if "q_norm" in name:
         return 1.5 * shape[0] ** -0.5, 0.4 * shape[0] ** -0.5
-    if "vision_tower" not in name and ("post_attention_l" in name or name.endswith("post_feedforward_layernorm.weight")):
+    if "vision_tower" not in name and kind_of_norm in ("post_attention_layernorm", "post_feedforward_layernorm"):
         return BRANCH, 0.4 * BRANCH
-    if "norm" in name.split(".")[-2]:
+    if "norm" in kind_of_norm:
         return 1.0, 0.4
     if kind in ("scale", "per_expert_scale"):
         return 1.0, 0.4
