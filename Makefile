@@ -2,8 +2,8 @@
 # make test       set up and run the tests
 # make evaluate   measure the demo checkpoint on freshly drawn pictures (adds scikit-learn to .venv)
 # make notebooks  run the example notebooks and store what they show
-# make goldens    make the reference results anew with transformers (adds torch to .venv)
-# make fidelity   compare with transformers live (adds torch to .venv)
+# make goldens    make the reference results anew with transformers (adds torch to .venv: gigabytes on Linux)
+# make fidelity   compare with transformers live (adds torch as well)
 # make clean      remove .venv and everything built
 #
 # PYTHON=python3.12 make demo   takes that Python; else the first one that is 3.10 or newer

@@ -48,6 +48,8 @@ def test_a_fast_blas_is_really_used():
 def test_what_keeps_the_fast_blas_away_is_told():
     note = "from dgemma import backend; print(backend.blas().note)"
     assert "mlx was imported before dgemma" in run("import mlx.core; import dgemma; " + note)
+    caught = "import warnings, mlx.core\nwith warnings.catch_warnings(record=True) as w:\n import dgemma\nprint(len(w))"
+    assert run(caught) == ("1" if backend.blas().fast else "0")
     assert "DGEMMA_BLAS=none asks for it" in run("import dgemma; " + note, DGEMMA_BLAS="none")
     assert "DGEMMA_BLAS=/no/such.so failed" in run("import dgemma; " + note, DGEMMA_BLAS="/no/such.so")
 
