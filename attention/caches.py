@@ -1,7 +1,7 @@
 """What is remembered: the key/value caches of full and of sliding layers.
 
 A cache belongs to one layer. It owns what is stored, the true position (`offset`) and the mask of each kind of read.
-The verbs and their contracts are in shared/attention.md; in short:
+The verbs and their contracts are in attention/README.md; in short:
 
     append_decode           one position                     -> all it may see
     append_window           L positions, causal              -> all they may see
@@ -9,6 +9,9 @@ The verbs and their contracts are in shared/attention.md; in short:
     append_bidirectional    L positions, images as Google    -> all they may see
     append_encoder_window   L positions, images as transformers
     read_block              nothing is written               -> the kept past and the block's own keys
+
+The model here writes by whole chunks and blocks (append_window and the two verbs for images) and reads by read_block;
+single writes and the ring they fill are for loops that decode token by token, and for sessions that cut back.
 
 New keys and values are `[B, K, L, E]`; every read is an AttentionRead. Positions count padding (masks.py).
 """

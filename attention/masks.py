@@ -5,7 +5,7 @@ pass adds the queries `offset .. offset + L - 1`; the keys it may see are the ke
 new ones. Row b begins with `padding[b]` slots that no one may see (prompts are padded on the left).
 
 A mask is boolean `[B or 1, 1, L, S + L]`, True where the query may look, or None where every query may look everywhere:
-the fused kernels then run without one. Letters as in shared/attention.md: B batch, L new, S stored, W window.
+the fused kernels then run without one. Letters as in attention/README.md: B batch, L new, S stored, W window.
 
 In the drawings a row is a query, a column a key, `x` may look, `.` may not, and `|` ends the stored keys.
 """

@@ -125,7 +125,8 @@ def measure_mlx_vlm(seconds: float) -> dict[str, list[float]]:
     import mlx.core as mx
     import numpy as np
     from mlx.utils import tree_map
-    from mlx_vlm.utils import load_model
+    from mlx_vlm.tokenizer_utils import NaiveStreamingDetokenizer
+    from mlx_vlm.utils import StoppingCriteria, load_model
     from PIL import Image
     from transformers import AutoTokenizer
     from transformers.models.gemma4.image_processing_pil_gemma4 import (
@@ -136,6 +137,8 @@ def measure_mlx_vlm(seconds: float) -> dict[str, list[float]]:
     model = load_model(released_spelling(DEMO))
     model.update(tree_map(lambda a: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a, model.parameters()))
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.detokenizer = NaiveStreamingDetokenizer(tokenizer)
+    tokenizer.stopping_criteria = StoppingCriteria([1, 6], tokenizer)
     budget = Gemma4ImageProcessorPil.from_pretrained(DEMO).max_soft_tokens
 
     def inputs() -> dict:

@@ -52,7 +52,7 @@ def blas() -> Blas:
 
 
 def fit_threads(hidden_size: int) -> None:
-    """One BLAS thread for a narrow model, as many as the machine has for a wide one.
+    """One BLAS thread for a narrow model, as many as the machine has for a wide one; the last model loaded decides.
 
     On two busy cores a second thread made the demo's canvas pass (192 wide) 1.3 times slower and its vision tower 5 times:
     every one of some 70 small products waits for the slower core. MKL_NUM_THREADS, OPENBLAS_NUM_THREADS or
@@ -60,9 +60,23 @@ def fit_threads(hidden_size: int) -> None:
     """
     if any(name in os.environ for name in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")):
         return
-    for name in ("MKL_Set_Num_Threads", "openblas_set_num_threads"):
-        if _library is not None and hasattr(_library, name):
-            getattr(_library, name)(1 if hidden_size < NARROW else os.cpu_count() or 1)
+    threads = 1 if hidden_size < NARROW else cores()
+    for library in filter(None, (_library, _numpy_blas())):
+        for name in ("MKL_Set_Num_Threads", "openblas_set_num_threads", "scipy_openblas_set_num_threads64_"):
+            if hasattr(library, name):
+                getattr(library, name)(threads)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _numpy_blas() -> ctypes.CDLL | None:
+    """The OpenBLAS inside numpy's wheel; None where numpy was built otherwise."""
+    spec = importlib.util.find_spec("numpy")
+    found = sorted((Path(spec.origin).parent.parent / "numpy.libs").glob("libscipy_openblas*.so")) if spec else []
+    return ctypes.CDLL(str(found[0])) if found else None
 
 
 def _choose_blas() -> Blas:

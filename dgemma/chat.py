@@ -82,9 +82,10 @@ class Chat:
         places = ids.count(self.config.image_token_id)
         if places != len(patches):
             raise PromptError(f"the chat template made {places} place(s) for {len(patches)} image(s)")
-        if not ids or max(ids) >= self.config.text.vocab_size:
+        text = [token for token in ids if token != self.config.image_token_id]  # that one may lie past the vocabulary
+        if not text or max(text) >= self.config.text.vocab_size:
             raise CheckpointError(
-                f"template and tokenizer make {'nothing' if not ids else f'token {max(ids)}'} of these messages; "
+                f"template and tokenizer make {'nothing' if not text else f'token {max(text)}'} of these messages; "
                 f"tokens 0 to {self.config.text.vocab_size - 1} are needed"
             )
         return Prompt(tuple(self._expand(ids, patches)), patches)
@@ -149,6 +150,8 @@ class TextStream:
 
 def conversation(prompt: str | Sequence[Message], images: Sequence[Any]) -> list[Message]:
     """Messages as they are; a plain string becomes a user's turn with a place for each image before the text."""
+    if not isinstance(prompt, (str, list, tuple)):
+        raise PromptError(f"a prompt is {_brief(prompt)}; a string or a list of messages is needed")
     if not isinstance(prompt, str):
         return list(prompt)
     if not prompt.strip():
@@ -254,7 +257,7 @@ def _says_something(content: Any) -> bool:
     if isinstance(content, str):
         return bool(content.strip())
     return any(
-        (part if isinstance(part, str) else part.get("text", "image" if part["type"] == "image" else "")).strip()
+        (part if isinstance(part, str) else "image" if part["type"] == "image" else part["text"]).strip()
         for part in content
     )
 

@@ -122,6 +122,11 @@ class ModelConfig:
         text = _read_text(top.section("text_config"))
         vision = _read_vision(top.section("vision_config")) if top.get("vision_config") else None
         quantization = top.get("quantization") or top.get("quantization_config")
+        begin, end = top.token("boi_token_id", default=255_999), top.token("eoi_token_id", default=258_882)
+        if vision is not None and max(begin, end) >= text.vocab_size:  # mlx reads past the end of a table in silence
+            raise CheckpointError(
+                f"{source}: boi_token_id is {begin} and eoi_token_id {end}; the vocabulary ends at {text.vocab_size - 1}"
+            )
         canvas, context = top.size("canvas_length", default=256), text.max_position_embeddings
         if canvas > context:
             raise CheckpointError(f"{source}: canvas_length is {canvas}, more than max_position_embeddings ({context})")
@@ -130,8 +135,8 @@ class ModelConfig:
             vision=vision,
             canvas_length=canvas,
             image_token_id=top.token("image_token_id", default=258_880),
-            boi_token_id=top.token("boi_token_id", default=255_999),
-            eoi_token_id=top.token("eoi_token_id", default=258_882),
+            boi_token_id=begin,
+            eoi_token_id=end,
             quantization=quantization,
             ignored=top.finish(),
         )
@@ -230,7 +235,8 @@ class _Section:
         return _whole(self.get(key, default), f"{self.name}: {key}", most=most)
 
     def token(self, key: str, default: int) -> int:
-        return _whole(self.get(key, default), f"{self.name}: {key}", least=0)
+        value = self.get(key)  # null is a legal way to leave one out
+        return _whole(default if value is None else value, f"{self.name}: {key}", least=0)
 
     def real(self, key: str, default: float | None = None, most: float = 1e9) -> float:
         return _real(self.get(key, default), f"{self.name}: {key}", most)

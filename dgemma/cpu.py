@@ -1,10 +1,11 @@
 """The same operations for mlx's CPU backend, in float32; other dtypes get the plain ones.
 
-Two facts about mlx 0.32.4 on x86-64 shape this module (measured on two cores of an AMD EPYC): it takes exponentials one value at a
-time (10 ns each, numpy's are vectorised: 1.3 ns), and every operation costs about 4 us to schedule, which on a canvas of
-a few thousand numbers is most of the time. So matrix products stay mlx's (they reach the BLAS), and what lies between
-them is done by numpy in mlx's own memory: `np.array(a, copy=False)` of an evaluated array is a view of it (mlx
-documentation, "Conversion to NumPy and Other Frameworks").
+Two facts about mlx 0.32.4 on x86-64 shape this module (measured on two cores of an AMD EPYC). It takes exponentials one
+value at a time: 10 ns each, where numpy's are vectorised and take 1.3. And it computes on a thread of its own: handing an
+operation over and waiting for it costs 10 to 100 us, which on a canvas of a few thousand numbers is most of the time. So
+large matrix products stay mlx's, and the rest is done by numpy, on the calling thread and in mlx's own memory:
+`np.array(a, copy=False)` of an evaluated array is a view of it (mlx documentation, "Conversion to NumPy and Other
+Frameworks").
 
 Everything here evaluates, so nothing here can be traced by mx.compile or mx.grad.
 """
@@ -12,18 +13,19 @@ Everything here evaluates, so nothing here can be traced by mx.compile or mx.gra
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from . import plain
+from . import backend, plain
 from .plain import Angles
 
-THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+THREADS = backend.cores()
 STRIP = 1 << 15  # numbers of a strip that stays in a core's cache through several passes (128 KiB)
+SMALL = 1 << 23  # multiplications of a matrix product that numpy does faster than mlx's thread would be woken
 PIECE = 1 << 24  # attention scores held at once (64 MiB); longer queries go piece by piece
 GELU = np.float32(0.7978845608028654)
 
@@ -64,6 +66,14 @@ def _in_strips(function, *arrays: np.ndarray) -> None:
     work(cuts[0], cuts[1])
     for other in others:
         other.result()
+
+
+@_of_float32
+def linear(x: mx.array, layer: nn.Module) -> mx.array:
+    """As plain.linear."""
+    if type(layer) is not nn.Linear or x.size * layer.weight.shape[0] > SMALL:
+        return layer(x)
+    return mx.array(_view(x) @ _view(layer.weight).T)
 
 
 @_of_float32
@@ -150,15 +160,19 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: flo
 def _attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None) -> mx.array:
     batch, heads, length, width = queries.shape
     groups, stored = keys.shape[1], keys.shape[2]
-    queries = queries if scale == 1.0 else queries * scale
-    scores = queries.reshape(batch, groups, -1, width) @ keys.swapaxes(2, 3)  # [B, K, H/K L, T]
-    view = _view(scores).reshape(batch, groups, -1, length, stored)  # [B, K, H/K, L, T]
+    small = queries.size * stored <= SMALL
+    # The products are numpy's or mlx's; `scores` is of that kind, `view` shows its numbers.
+    q, k, v = (_view(x) for x in (queries, keys, values)) if small else (queries, keys, values)
+    q = q if scale == 1.0 else q * scale
+    scores = q.reshape(batch, groups, -1, width) @ k.swapaxes(2, 3)  # [B, K, H/K L, T]
+    view = (scores if small else _view(scores)).reshape(batch, groups, -1, length, stored)  # [B, K, H/K, L, T]
     if mask is not None:
         np.copyto(view, np.float32(-np.inf), where=~_view(mask)[:, :, None])
     sums = np.empty((*view.shape[:-1], 1), np.float32)
     _in_strips(_exponentials, view.reshape(-1, stored), sums.reshape(-1, 1))
+    sums = sums.reshape(batch, groups, -1, 1)
     # Dividing after the product touches E numbers a row instead of T.
-    out = (scores @ values) / mx.array(sums.reshape(batch, groups, -1, 1))
+    out = mx.array((scores @ v) / sums) if small else (scores @ v) / mx.array(sums)
     return out.reshape(batch, heads, length, width)
 
 
@@ -193,7 +207,7 @@ def _geglu(gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> None:
 @_of_float32
 def softcap(logits: mx.array, cap: float) -> mx.array:
     """As plain.softcap."""
-    out = _view(logits) * np.float32(1 / cap)
+    out = np.multiply(_view(logits), np.float32(1 / cap), order="C")  # rows in a row, for the strips
     rows = out.reshape(-1, out.shape[-1])
     _in_strips(lambda part: np.tanh(part, out=part), rows)
     out *= np.float32(cap)
@@ -203,7 +217,7 @@ def softcap(logits: mx.array, cap: float) -> mx.array:
 @_of_float32
 def softmax(logits: mx.array) -> mx.array:
     """As plain.softmax."""
-    out = np.array(logits)  # a copy: the caller keeps the logits
+    out = np.array(logits, order="C")  # a copy, rows in a row: the caller keeps the logits
     rows = out.reshape(-1, out.shape[-1])
     sums = np.empty((len(rows), 1), np.float32)
     _in_strips(_exponentials, rows, sums)
@@ -224,26 +238,27 @@ def route(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
 
 @_of_float32
 def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
-    """As plain.experts, by one padded batch of rows an expert: mlx's gather_mm is slow here."""
+    """As plain.experts, one expert after the other on the rows that chose it: mlx's gather_mm is slow here."""
     count, k = chosen.shape
     mx.eval(rows, chosen, weights)
     picked = np.array(chosen).reshape(-1)  # [T k]
     order = np.argsort(picked, kind="stable")  # pairs of row and expert, expert after expert
-    sizes = np.bincount(picked, minlength=gate_up.shape[0])
-    first = np.cumsum(sizes) - sizes
-    busy = np.flatnonzero(sizes)
-    slot = np.empty(gate_up.shape[0], np.int64)
-    slot[busy] = np.arange(len(busy))
-    sorted_experts = picked[order]
-    place = slot[sorted_experts] * sizes.max() + np.arange(count * k) - first[sorted_experts]  # of each sorted pair
-    x = np.zeros((len(busy) * sizes.max(), rows.shape[1]), np.float32)
-    x[place] = np.array(rows, copy=False)[order // k]
-    if len(busy) < len(sizes):
-        index = mx.array(busy)
-        gate_up, down = gate_up[index], down[index]
-    batch = mx.array(x.reshape(len(busy), -1, rows.shape[1]))  # [experts at work, most rows of one, D]
-    gate, up = mx.split(batch @ gate_up.swapaxes(1, 2), 2, axis=-1)
-    out = _view(geglu(gate, up) @ down.swapaxes(1, 2)).reshape(-1, down.shape[1])
-    pairs = np.empty(count * k, np.int64)
-    pairs[order] = place
-    return mx.array(np.einsum("tkd,tk->td", out[pairs.reshape(count, k)], np.array(weights, copy=False)))
+    ends = np.cumsum(np.bincount(picked, minlength=gate_up.shape[0]))
+    x = np.array(rows, copy=False)[order // k]  # [T k, D]
+    hidden = _by_expert(x, ends, _view(gate_up))  # [T k, 2 I]
+    gate, up = np.split(hidden, 2, axis=-1)
+    inner = np.empty(gate.shape, np.float32)
+    _in_strips(_geglu, gate, up, inner)
+    out = np.empty((count * k, rows.shape[1]), np.float32)
+    out[order] = _by_expert(inner, ends, _view(down))
+    return mx.array(np.einsum("tkd,tk->td", out.reshape(count, k, -1), np.array(weights, copy=False)))
+
+
+def _by_expert(x: np.ndarray, ends: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """x `[R, I]`, sorted by expert and ending where `ends [X]` says, times each expert's weights `[X, O, I]`: `[R, O]`."""
+    out, begin = np.empty((len(x), weights.shape[1]), np.float32), 0
+    for weight, end in zip(weights, ends.tolist()):
+        if end > begin:
+            np.matmul(x[begin:end], weight.T, out=out[begin:end])
+        begin = end
+    return out

@@ -16,7 +16,7 @@ row of numbers chooses the tokens, the second the noise. A settled row draws not
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -74,13 +74,13 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Step:
-    """One denoising step of the rows still at work on this block; arrays are numpy, one entry a row of `rows`."""
+    """One denoising step of the rows still at work on this block; arrays are read-only numpy, one entry a row of `rows`."""
 
     block: int
-    step: int  # 1, 2, ...
+    step: int  # 1, 2, ...; from 1 again when an empty first block is drawn again
     temperature: float
     rows: tuple[int, ...]  # their places in the batch
-    active: np.ndarray  # [R] bool: rows that had not settled before this step; the others repeat their last state
+    active: np.ndarray  # [R] bool: rows that took this step; the others repeat what they last showed
     canvas: np.ndarray  # [R, C] what the next step will read: accepted tokens and new noise
     best: np.ndarray  # [R, C] the most likely tokens
     entropy: np.ndarray  # [R, C] nats
@@ -133,7 +133,8 @@ class _Canvas:
     active: np.ndarray  # [R] bool
     steps: np.ndarray  # [R] int: steps taken
     probabilities: mx.array | None = None  # [R, C, V] what the last step believed
-    best: tuple[np.ndarray, ...] = field(default=())  # the newest canvases of most likely tokens, [R, C] each
+    best: tuple[np.ndarray, ...] = ()  # the newest canvases of most likely tokens, [R, C] each, for the block rule
+    shown: tuple[np.ndarray, ...] | None = None  # best, entropy and accepted of each row's last step, [R, C] each
 
 
 def denoise(
@@ -204,18 +205,18 @@ def _write_block(
     A first block that begins with an end token would be an empty answer: such rows are drawn again, a few times at most.
     """
     pending = np.ones(len(rows), dtype=bool)
-    tokens, steps = None, np.zeros(len(rows), dtype=int)
+    state, steps = None, np.zeros(len(rows), dtype=int)
     while pending.any():
-        state = _begin(model, rows, block, pending, start)
+        state = _begin(model, rows, block, pending, start, state)
         for number in range(1, options.max_denoising_steps + 1):
             state, step = _step(model, caches, rows, block, number, state, options)
             yield step
             if not state.active.any():
                 break
-        tokens = state.best[-1] if tokens is None else np.where(pending[:, None], state.best[-1], tokens)
+        tokens = state.shown[0]
         steps += state.steps
         empty = np.isin(tokens[:, 0], options.end_token_ids)
-        again = np.array([block == 0 and row.redrawn < options.max_redraws for row in rows])
+        again = np.array([block == 0 and row.redrawn < options.max_redraws and 0 not in row.pins for row in rows])
         pending, start = pending & empty & again, None
         for i in np.flatnonzero(pending):
             rows[i].redrawn += 1
@@ -223,9 +224,17 @@ def _write_block(
 
 
 def _begin(
-    model: DiffusionGemma, rows: list[_Row], block: int, active: np.ndarray, start: np.ndarray | None
+    model: DiffusionGemma,
+    rows: list[_Row],
+    block: int,
+    active: np.ndarray,
+    start: np.ndarray | None,
+    before: _Canvas | None,
 ) -> _Canvas:
-    """The canvas before its first step: noise, or the caller's tokens; pins hold theirs. Inactive rows draw nothing."""
+    """The canvas before its first step: noise, or the caller's tokens; pins hold theirs.
+
+    When a block is drawn again, inactive rows draw nothing and keep what they had `before`.
+    """
     length, vocabulary = model.config.canvas_length, model.config.text.vocab_size
     if start is None:
         still = mx.zeros((length,))
@@ -235,7 +244,10 @@ def _begin(
     pinned, held = _pins(rows, block, length)
     if pinned is not None:
         tokens = mx.where(pinned, held, tokens)
-    return _Canvas(tokens, pinned, active.copy(), np.zeros(len(rows), dtype=int))
+    if before is not None:
+        tokens = mx.where(mx.array(active)[:, None], tokens, before.tokens)
+    shown = None if before is None else before.shown
+    return _Canvas(tokens, pinned, active.copy(), np.zeros(len(rows), dtype=int), shown=shown)
 
 
 def _pins(rows: list[_Row], block: int, length: int) -> tuple[mx.array | None, mx.array | None]:
@@ -266,12 +278,12 @@ def _step(
     uniforms = mx.stack([r.uniforms((2, length)) if a else still for r, a in zip(rows, state.active)])  # [R, 2, C]
 
     seen = sampling.statistics(model.canvas_logits(state.tokens, caches, state.probabilities) / t)
-    if state.pinned is not None:  # a pinned position is certain
+    if state.pinned is not None:  # settled whatever the model believes, and no rival of the free positions
         seen = replace(
             seen,
             best=mx.where(state.pinned, state.tokens, seen.best),
             entropy=mx.where(state.pinned, 0.0, seen.entropy),
-            confidence=mx.where(state.pinned, 1.0, seen.confidence),
+            confidence=mx.where(state.pinned, 0.0, seen.confidence),
         )
     accepted = options.sampler.accept(seen)
     drawn = sampling.draw(seen.probabilities, uniforms[:, 0])
@@ -282,20 +294,23 @@ def _step(
     tokens = mx.where(active, tokens, state.tokens)
     mx.eval(tokens, seen.best, seen.entropy, accepted, seen.probabilities)
 
-    best, entropy = np.array(seen.best).astype(np.int32), np.array(seen.entropy)
-    if state.best:
-        best = np.where(state.active[:, None], best, state.best[-1])
-    history = (*state.best, best)[-(options.rule.history + 1) :]
+    shown = (np.array(seen.best).astype(np.int32), np.array(seen.entropy), np.array(accepted))
+    if state.shown is not None:
+        shown = tuple(np.where(state.active[:, None], new, old) for new, old in zip(shown, state.shown))
+    canvas = np.array(tokens)
+    for array in (canvas, *shown, state.active):
+        array.setflags(write=False)  # events show the loop's own memory
+    history = (*state.best, shown[0])[-(options.rule.history + 1) :]
     after = _Canvas(
         tokens=tokens,
         pinned=state.pinned,
-        active=state.active & ~options.rule.settled(history, entropy),
+        active=state.active & ~options.rule.settled(history, shown[1]),
         steps=state.steps + state.active,
         probabilities=seen.probabilities,
         best=history,
+        shown=shown,
     )
-    places = tuple(row.place for row in rows)
-    return after, Step(block, number, t, places, state.active, np.array(tokens), best, entropy, np.array(accepted))
+    return after, Step(block, number, t, tuple(row.place for row in rows), state.active, canvas, *shown)
 
 
 def _finish_block(rows: list[_Row], block: int, tokens: np.ndarray, steps: np.ndarray, options: Options) -> Block:

@@ -87,7 +87,7 @@ def advice(found: dict[str, Any], gpu: bool) -> list[str]:
     if not gpu and not found["blas"]["fast"]:
         lines.append(f"a faster BLAS: {found['blas']['note']}")
     if not gpu and sys.platform == "linux" and os.path.exists("/dev/nvidiactl"):
-        lines.append("an NVIDIA driver is here: pip install 'dgemma[cuda13]' (or cuda12) computes on the GPU")
+        lines.append("an NVIDIA driver is here: in a clone, pip install -e '.[cuda13]' (or cuda12) computes on the GPU")
     return lines
 
 

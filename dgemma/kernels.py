@@ -1,7 +1,8 @@
 """Which formulation runs: the few operations that are written once per backend, chosen here and nowhere else.
 
 `plain` is mlx as its authors tune it, and runs on GPUs. `cpu` serves mlx's CPU backend. The environment variable
-DGEMMA_KERNELS=plain|cpu overrides the choice, to measure one against the other.
+DGEMMA_KERNELS=plain|cpu overrides the choice, to measure one against the other. The choice is made once, for mlx's default
+device at import.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ attention = _chosen.attention
 experts = _chosen.experts
 geglu = _chosen.geglu
 heads = _chosen.heads
+linear = _chosen.linear
 merge = _chosen.merge
 rms_norm = _chosen.rms_norm
 route = _chosen.route

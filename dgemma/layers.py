@@ -47,7 +47,8 @@ class GeGLU(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(kernels.geglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = kernels.linear(x, self.gate_proj), kernels.linear(x, self.up_proj)
+        return kernels.linear(kernels.geglu(gate, up), self.down_proj)
 
 
 class Attention(nn.Module):
@@ -71,14 +72,14 @@ class Attention(nn.Module):
 
     def __call__(self, x: mx.array, angles: tuple[mx.array, mx.array], read: Read) -> mx.array:
         """`x [B, L, D]` -> `[B, L, D]`."""
-        queries = self._heads(self.q_proj(x), self.heads)
-        keys = self._heads(self.k_proj(x), self.kv_heads)
-        values = self._heads(self.v_proj(x), self.kv_heads) if "v_proj" in self else keys
+        queries = self._heads(kernels.linear(x, self.q_proj), self.heads)
+        keys = self._heads(kernels.linear(x, self.k_proj), self.kv_heads)
+        values = self._heads(kernels.linear(x, self.v_proj), self.kv_heads) if "v_proj" in self else keys
         queries, keys, values = kernels.heads(
             queries, keys, values, self.q_norm.weight, self.k_norm.weight, self.eps, angles
         )
         out = read(keys, values).attend(queries, scale=1.0)
-        return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))  # [B, L, H E]
+        return kernels.linear(out.swapaxes(1, 2).reshape(*x.shape[:2], -1), self.o_proj)  # [B, L, H E]
 
     def _heads(self, x: mx.array, heads: int) -> mx.array:
         return x.reshape(*x.shape[:2], heads, self.head_dim).swapaxes(1, 2)  # [B, heads, L, E]
@@ -98,7 +99,7 @@ class Router(nn.Module):
         """Experts and weights `[T, k]` (weights float32) of `rows [T, D]`."""
         # Two multiplications, never one folded scale: their roundings in bf16 decide close calls as the reference does.
         x = unweighted_norm(rows, self.eps) * self.scale * rows.shape[-1] ** -0.5
-        chosen, shares = kernels.route(self.proj(x), self.top_k)
+        chosen, shares = kernels.route(kernels.linear(x, self.proj), self.top_k)
         return chosen, shares * self.per_expert_scale[chosen]
 
 

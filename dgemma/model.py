@@ -24,7 +24,8 @@ from .errors import OptionError, PromptError
 from .layers import Block, Read, RMSNorm
 
 IMAGE_ATTENTION = ("encoder-window", "bidirectional")
-CHUNK = 1024  # prompt positions per encoder pass, unless the caller says otherwise
+CHUNK = 1024  # prompt positions per encoder pass, all rows together, unless the caller says otherwise
+SCORES = 1 << 26  # attention scores of one head in a pass of the vision tower: bounds how many images share it
 
 Cache = KVCache | RotatingKVCache
 
@@ -73,10 +74,12 @@ class DiffusionGemma(nn.Module):
         features: list[mx.array | None] = [None] * len(images)
         for grid in dict.fromkeys(image.grid for image in images):
             same = [i for i, image in enumerate(images) if image.grid == grid]
-            pixels = mx.array(np.stack([images[i].pixels for i in same]))  # [B, N, 768]
-            soft = self.embed_vision(self.vision_tower(pixels, mx.array(images[same[0]].positions)))
-            for row, i in enumerate(same):
-                features[i] = soft[row]
+            most = max(1, SCORES // len(images[same[0]].pixels) ** 2)
+            for part in (same[i : i + most] for i in range(0, len(same), most)):
+                pixels = mx.array(np.stack([images[i].pixels for i in part]))  # [B, N, 768]
+                soft = self.embed_vision(self.vision_tower(pixels, mx.array(images[part[0]].positions)))
+                for row, i in enumerate(part):
+                    features[i] = soft[row]
         return features
 
     def encode(self, ids: np.ndarray, features: Sequence[mx.array], caches: Sequence[Cache]) -> mx.array:
@@ -111,7 +114,8 @@ class DiffusionGemma(nn.Module):
         A chunk never ends inside an image, so one that holds a large image may be longer; the result is the same.
         """
         features = list(features)
-        for begin, end in chunks(ids, self.config.image_token_id, CHUNK if chunk is None else chunk):
+        size = max(1, CHUNK // len(ids)) if chunk is None else chunk
+        for begin, end in chunks(ids, self.config.image_token_id, size):
             part = ids[:, begin:end]
             taken, features = self._features_of(ids, begin, end, features)
             self.encode(part, taken, caches)

@@ -232,14 +232,12 @@ class _Request:
         canvas, pins = rest.pop("canvas", None), rest.pop("pins", None)
         if chunk is not None and _whole("chunk", chunk) < 1:
             raise OptionError(f"chunk is {chunk}; at least 1 is needed")
-        if canvas is not None:
-            canvas = np.atleast_2d(np.asarray(canvas))
-            if canvas.dtype.kind not in "iu":
-                raise OptionError(f"the seed canvas holds {canvas.dtype}; whole numbers are needed")
-        if pins is not None:
-            pins = tuple(pins) if batch else (pins,)
         return cls(
-            options=with_settings(options, rest), seeds=_seeds(seed, rows), chunk=chunk, canvas=canvas, pins=pins
+            options=with_settings(options, rest),
+            seeds=_seeds(seed, rows),
+            chunk=chunk,
+            canvas=None if canvas is None else _canvas(canvas),
+            pins=None if pins is None else _pins(pins, rows, batch),
         )
 
 
@@ -314,6 +312,28 @@ def _real(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise OptionError(f"{name} is {value!r}; a number is needed")
     return float(value)
+
+
+def _canvas(canvas: Any) -> np.ndarray:
+    """The seed canvas `[B, C]`; one row may come without its outer list."""
+    try:
+        found = np.atleast_2d(np.asarray(canvas))
+    except ValueError:
+        raise OptionError("the seed canvas has rows of different lengths; each needs as many tokens as a canvas") from None
+    if found.dtype.kind not in "iu":
+        raise OptionError(f"the seed canvas holds {found.dtype}; whole numbers are needed")
+    return found
+
+
+def _pins(pins: Any, rows: int, batch: bool) -> tuple[Pins, ...]:
+    """The pins of each row."""
+    given = pins if batch else [pins]
+    if not isinstance(given, (list, tuple)) or len(given) != rows:
+        raise OptionError(f"a batch of {rows} prompts takes pins as a list of {rows} dicts, one a prompt (empty for none)")
+    for one in given:
+        if not isinstance(one, dict):
+            raise OptionError(f"pins are {one!r}; a dict from answer positions to token ids is needed")
+    return tuple({_whole("a pin's position", p): _whole("a pinned token", t) for p, t in one.items()} for one in given)
 
 
 def _seeds(seed: Any, rows: int) -> tuple[int, ...]:

@@ -7,12 +7,18 @@ inner width, V vocabulary.
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 
 # mlx 0.32.4's CUDA build multiplies wrong rows when gather_mm is told that its indices are sorted (every result off by its
 # own size; measured on an H200 in float32 and bfloat16). Untold, it is right. Metal and the CPU are right either way.
 SORTED = not mx.cuda.is_available()
 
 Angles = tuple[mx.array, mx.array]  # cosine and signed sine: see dgemma.attention.rope
+
+
+def linear(x: mx.array, layer: nn.Module) -> mx.array:
+    """`layer(x)`: a projection without bias of the last axis."""
+    return layer(x)
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
@@ -78,8 +84,8 @@ def gelu(x: mx.array) -> mx.array:
 
 
 def geglu(gate: mx.array, up: mx.array) -> mx.array:
-    """`gelu(gate) * up`."""
-    return gelu(gate) * up
+    """`gelu(gate) * up`; the gate in float32, since 1 + tanh cancels in bf16."""
+    return gelu(gate.astype(mx.float32)).astype(gate.dtype) * up
 
 
 def softcap(logits: mx.array, cap: float) -> mx.array:
@@ -113,4 +119,4 @@ def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: mx.arr
     gate, up = mx.split(hidden, 2, axis=-1)  # [T k, 1, I] each
     out = mx.gather_mm(geglu(gate, up), down.swapaxes(1, 2), rhs_indices=expert, sorted_indices=SORTED)
     out = out[:, 0][mx.argsort(order)].reshape(count, k, -1)  # [T, k, D]
-    return (out * weights[..., None].astype(out.dtype)).sum(axis=1)
+    return (out * weights[..., None]).sum(axis=1).astype(rows.dtype)  # weights are float32: rounded once, at the end

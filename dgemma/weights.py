@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from . import backend
 from .config import ModelConfig, read_json
-from .errors import CheckpointError
+from .errors import CheckpointError, OptionError
 from .model import DiffusionGemma
 
 # The checkpoint's names -> ours: the decoder's weights serve both passes, the encoder adds a scalar a layer and the eyes.
@@ -49,10 +49,18 @@ def load(folder: str | Path, image_attention: str = "encoder-window", dtype: mx.
     model = DiffusionGemma(config, image_attention)
     weights = rename(stored)
     check(model, weights, str(folder))
-    dtype = dtype or backend.activation_dtype(weights["embed_tokens.weight"].dtype)
+    dtype = check_dtype(dtype or backend.activation_dtype(weights["embed_tokens.weight"].dtype))
     model.load_weights([(name, array.astype(dtype)) for name, array in weights.items()], strict=True)
     mx.eval(model.parameters())
     return model
+
+
+def check_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """The dtype, if the model can compute in it here."""
+    allowed = tuple(DTYPES.values()) if backend.is_gpu() else (mx.float32,)
+    if dtype not in allowed:
+        raise OptionError(f"dtype is {dtype}; on this device allowed: {', '.join(str(one) for one in allowed)}")
+    return dtype
 
 
 def shards(folder: Path) -> list[Path]:

@@ -212,7 +212,10 @@ def main():
         frames, answer = record(pipe, pipe.stream(args.question, images=[image], seed=args.seed))
     except DgemmaError as error:
         parser.exit(2, f"watch_canvas: {error}\n")
-    save(frames, image, (args.question, answer.text), math.log(pipe.model.config.text.vocab_size), args.out)
+    try:
+        save(frames, image, (args.question, answer.text), math.log(pipe.model.config.text.vocab_size), args.out)
+    except OSError as error:
+        parser.exit(2, f"watch_canvas: {args.out}: cannot be written ({error.strerror or error})\n")
     print(answer.text)
     print(f"{args.out}.gif, {args.out}.png: {answer.blocks} blocks, {sum(answer.steps)} steps")
 

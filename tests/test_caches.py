@@ -1,4 +1,4 @@
-"""The laws of shared/attention.md, against a brute-force attention over the whole history in float64."""
+"""The laws of attention/README.md, against a brute-force attention over the whole history in float64."""
 
 import mlx.core as mx
 import numpy as np

@@ -72,6 +72,7 @@ def test_keys_that_nothing_reads_are_listed():
         (lambda c: c["text_config"].update(use_bidirectional_attention="all"), "use_bidirectional_attention is 'all'"),
         (lambda c: c["text_config"].update(hidden_activation="relu"), "hidden_activation is 'relu'; supported: None, gelu"),
         (lambda c: c["text_config"]["rope_parameters"][FULL].update(rope_type="yarn"), "rope_type is 'yarn'; supported"),
+        (lambda c: c.update(boi_token_id=999), "boi_token_id is 999 and eoi_token_id 9; the vocabulary ends at 95"),
         (lambda c: c.update(tie_word_embeddings=False), "tie_word_embeddings is False; encoder, decoder and head must share"),
         (lambda c: c["vision_config"].update(model_type="siglip"), "vision_config: model_type is 'siglip'"),
         (lambda c: c["vision_config"].update(patch_size=0), "patch_size is 0; a whole number from 1"),

@@ -120,6 +120,42 @@ def test_pins_reach_the_other_positions(model):
     assert run(model, ids_of(9))[1] != run(model, ids_of(9), pins=[{3: 33}])[1]
 
 
+def test_pins_do_not_crowd_out_the_surest_free_position(model):
+    sure_only = replace(OPTIONS, sampler=ConfidenceThreshold(1.0))
+    events, _ = run(model, ids_of(9), sure_only, pins=[{6: 33}])
+    for step in steps_of(events):
+        assert step.accepted[0].sum() >= 2 or step.block == 1, "the pin and the surest free position"
+
+
+def test_a_pinned_end_token_is_no_reason_to_draw_again(model):
+    events, (tokens,) = run(model, ids_of(9), replace(OPTIONS, end_token_ids=(33,)), pins=[{0: 33}])
+    assert tokens == [] and events[-1].redrawn == (0,)
+
+
+def test_events_cannot_change_what_is_written(model):
+    for event in denoise(model, ids_of(9), [], options=OPTIONS, seeds=[0]):
+        if isinstance(event, Step):
+            for array in (event.canvas, event.best, event.entropy, event.accepted, event.active):
+                with pytest.raises(ValueError, match="read-only"):
+                    array[0] = 1
+
+
+def test_rows_that_rest_repeat_what_they_last_showed(model):
+    ids, padding = padded(9, 9, 9)
+    firsts = [run(model, ids_of(9, seed=9), seeds=(seed,))[1][0][0] for seed in (0, 1, 2)]
+    easily = replace(OPTIONS, end_token_ids=(firsts[0],), rule=StableAndConfident(1, 2.0))
+    events, _ = run(model, ids, easily, seeds=(0, 1, 2), padding=padding)
+    last, rested = {}, 0
+    for step in steps_of(events):
+        for i, row in enumerate(step.rows):
+            now = [array[i].tolist() for array in (step.canvas, step.best, step.entropy, step.accepted)]
+            if not step.active[i]:
+                rested += 1
+                assert now == last[row, step.block], (step.block, step.step, row)
+            last[row, step.block] = now
+    assert rested > 0
+
+
 def test_a_seed_canvas_is_where_the_first_block_begins(model):
     canvas = np.full((1, C), 20)
     seen = []
@@ -228,7 +264,7 @@ def test_one_step_is_a_pure_function_of_its_state(model):
     caches = model.make_caches()
     model.prefill(ids_of(9), [], caches)
     row = loop._Row(0, mx.random.key(0), {}, 2 * C)
-    state = loop._begin(model, [row], 0, np.array([True]), None)
+    state = loop._begin(model, [row], 0, np.array([True]), None, None)
     outcomes = []
     for _ in range(2):
         row.key = mx.random.key(5)

@@ -91,6 +91,12 @@ def test_geglu(rows):
     np.testing.assert_array_equal(np.array(gate), kept, err_msg="the input is left alone")
 
 
+def test_softcap_and_softmax_of_a_transposed_view():
+    logits = random(3, 40, 50, scale=40.0).swapaxes(0, 1)
+    same(cpu.softcap(logits, 30.0), plain.softcap(logits, 30.0))
+    same(cpu.softmax(logits), plain.softmax(logits))
+
+
 def test_softcap_and_softmax():
     logits = random(2, 5, 400, scale=40.0)
     kept = np.array(logits)

@@ -152,6 +152,17 @@ def test_text_streams_hold_back_half_characters():
         (dict(prompt=["x", "y"], seed=[1]), OptionError, "1 seeds for 2 prompt\\(s\\)"),
         (dict(prompt="x", chunk=0), OptionError, "chunk is 0; at least 1 is needed"),
         (dict(prompt="x", canvas=[0.5] * C), OptionError, "the seed canvas holds float64; whole numbers are needed"),
+        (dict(prompt="x", canvas=[[1, 2], [3]]), OptionError, "the seed canvas has rows of different lengths"),
+        (dict(prompt="x", pins=[5]), OptionError, "pins are \\[5\\]; a dict from answer positions to token ids"),
+        (dict(prompt="x", pins={"6": 5}), OptionError, "a pin's position is '6'; a whole number is needed"),
+        (dict(prompt="x", pins={6: 1.5}), OptionError, "a pinned token is 1.5; a whole number is needed"),
+        (dict(prompt=["x", "y"], pins={0: 1}), OptionError, "takes pins as a list of 2 dicts"),
+        (dict(prompt=["x", 5]), PromptError, "a prompt is 5; a string or a list of messages is needed"),
+        (
+            dict(prompt=[{"role": "user", "content": [{"type": "image", "text": None}]}]),
+            PromptError,
+            "1 empty image place",
+        ),
         (dict(prompt="x", image_budget=100, images=[picture()]), OptionError, "70, 140, 280, 560"),
     ],
 )

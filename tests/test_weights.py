@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import dgemma  # noqa: F401
 from dgemma import backend, weights
-from dgemma.errors import CheckpointError
+from dgemma.errors import CheckpointError, OptionError
 
 
 @pytest.fixture
@@ -70,7 +70,13 @@ def test_second_copies_of_tied_weights_are_left_out(folder):
 
 def test_dtypes(folder):
     assert weights.load(folder).dtype == backend.activation_dtype(mx.float32)
-    assert weights.load(folder, dtype=mx.bfloat16).dtype == mx.bfloat16
+    with pytest.raises(OptionError, match="dtype is mlx.core.int8; on this device allowed: mlx.core.float32"):
+        weights.load(folder, dtype=mx.int8)
+    if backend.is_gpu():
+        assert weights.load(folder, dtype=mx.bfloat16).dtype == mx.bfloat16
+    else:  # mlx's gather_mm knows float32 only there, and would say so at the first prompt
+        with pytest.raises(OptionError, match="dtype is mlx.core.bfloat16; on this device allowed: mlx.core.float32"):
+            weights.load(folder, dtype=mx.bfloat16)
 
 
 def broken(change):
