@@ -32,7 +32,6 @@ class Blas:
 
 
 _blas: Blas | None = None
-_library: ctypes.CDLL | None = None  # the BLAS that dgemma loaded
 
 
 def prepare() -> None:
@@ -52,19 +51,16 @@ def blas() -> Blas:
 
 
 def fit_threads(hidden_size: int) -> None:
-    """One BLAS thread for a narrow model, as many as the machine has for a wide one; the last model loaded decides.
+    """One thread for the products that numpy does (dgemma.cpu) if the model is narrow; the last model loaded decides.
 
-    On two busy cores a second thread made the demo's canvas pass (192 wide) 1.3 times slower and its vision tower 5 times:
-    every one of some 70 small products waits for the slower core. MKL_NUM_THREADS, OPENBLAS_NUM_THREADS or
-    OMP_NUM_THREADS in the environment decide instead, if set.
+    numpy gets the small products only, and waking a second thread for each of the 50 of a canvas pass costs more than it
+    gives. OPENBLAS_NUM_THREADS or OMP_NUM_THREADS in the environment decide instead, if set.
     """
-    if any(name in os.environ for name in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")):
+    if "OPENBLAS_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in os.environ:
         return
-    threads = 1 if hidden_size < NARROW else cores()
-    for library in filter(None, (_library, _numpy_blas())):
-        for name in ("MKL_Set_Num_Threads", "openblas_set_num_threads", "scipy_openblas_set_num_threads64_"):
-            if hasattr(library, name):
-                getattr(library, name)(threads)
+    setter = getattr(_numpy_blas(), "scipy_openblas_set_num_threads64_", None)
+    if setter is not None:
+        setter(1 if hidden_size < NARROW else cores())
 
 
 def cores() -> int:
@@ -80,7 +76,6 @@ def _numpy_blas() -> ctypes.CDLL | None:
 
 
 def _choose_blas() -> Blas:
-    global _library
     if sys.platform == "darwin":
         return Blas(name="Accelerate", path=None, fast=True, note="macOS's own")
     wanted = os.environ.get(BLAS_VARIABLE)
@@ -91,16 +86,14 @@ def _choose_blas() -> Blas:
         if _candidates() and not is_gpu():
             warnings.warn(f"{note}: until then mlx's own BLAS serves, 10 to 30 times slower", RuntimeWarning, stacklevel=4)
         return Blas(name="mlx's own", path=None, fast=False, note=note)
-    os.environ.setdefault("KMP_BLOCKTIME", "0")  # MKL's idle threads would spin for 200 ms against mlx's own thread
+    os.environ.setdefault("KMP_BLOCKTIME", "1")  # MKL's idle threads would spin for 200 ms against mlx's own thread
     for name, path in [("custom", wanted)] if wanted else _candidates():
         try:
-            library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-            library.cblas_sgemm  # AttributeError where the names are prefixed
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # AttributeError where the names are prefixed
         except (OSError, AttributeError) as error:
             if wanted:
                 return Blas(name="mlx's own", path=None, fast=False, note=f"{BLAS_VARIABLE}={wanted} failed: {error}")
             continue
-        _library = library
         return Blas(name=name, path=str(path), fast=True, note="loaded before mlx")
     return Blas(
         name="mlx's own",

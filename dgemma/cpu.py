@@ -44,8 +44,10 @@ def _of_float32(function: Callable) -> Callable:
 
 
 def _view(x: mx.array) -> np.ndarray:
-    """mlx's own memory as a numpy array: writes reach the array, so write only to results that nobody else reads."""
-    mx.eval(x)
+    """mlx's own memory as a numpy array, evaluated first if need be.
+
+    Writes reach the array, so write only to results that nobody else reads.
+    """
     return np.array(x, copy=False)
 
 
@@ -71,9 +73,9 @@ def _in_strips(function, *arrays: np.ndarray) -> None:
 @_of_float32
 def linear(x: mx.array, layer: nn.Module) -> mx.array:
     """As plain.linear."""
-    if type(layer) is not nn.Linear or x.size * layer.weight.shape[0] > SMALL:
+    if type(layer) is not nn.Linear or x.size * layer["weight"].shape[0] > SMALL:
         return layer(x)
-    return mx.array(_view(x) @ _view(layer.weight).T)
+    return mx.array(_view(x) @ _view(layer["weight"]).T)
 
 
 @_of_float32
