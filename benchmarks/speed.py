@@ -215,6 +215,7 @@ def random_canvas(config):
     return np.random.RandomState(0).randint(0, text.vocab_size, (1, config.canvas_length))
 
 
+# Each runtime is imported inside its own function: the Python of one need not have the others.
 RUNTIMES = {"dgemma": measure_dgemma, "transformers": measure_transformers, "mlx-vlm": measure_mlx_vlm}
 
 
@@ -254,7 +255,7 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(RUNTIMES[arguments.measure](arguments.seconds)))
         return
-    from dgemma import backend
+    from dgemma import backend  # only the comparing process needs it
 
     turns = [("dgemma", "dgemma", sys.executable, None)]
     if arguments.transformers:
