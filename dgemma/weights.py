@@ -50,7 +50,8 @@ def load(folder: str | Path, image_attention: str = "encoder-window", dtype: mx.
     weights = rename(stored)
     check(model, weights, str(folder))
     dtype = check_dtype(dtype or backend.activation_dtype(weights["embed_tokens.weight"].dtype))
-    model.load_weights([(name, array.astype(dtype)) for name, array in weights.items()], strict=True)
+    stored.clear()  # each stored tensor is let go as soon as its cast is made, not when all are
+    model.load_weights([(name, weights.pop(name).astype(dtype)) for name in list(weights)], strict=True)
     mx.eval(model.parameters())
     return model
 
