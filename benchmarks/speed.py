@@ -244,6 +244,7 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
+    """Measure, in turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformers", metavar="PYTHON", help="a Python with torch and transformers")
     parser.add_argument("--mlx-vlm", metavar="PYTHON", help="a Python with mlx-vlm")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -21,6 +22,18 @@ def random(*shape, scale=1.0, seed=0):
 def same(ours, theirs, tolerance=1e-5):
     theirs = np.array(theirs)
     np.testing.assert_allclose(np.array(ours), theirs, atol=tolerance * max(1.0, np.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("small", [0, cpu.SMALL], ids=["by mlx", "by numpy"])
+def test_linear(small, monkeypatch):
+    monkeypatch.setattr(cpu, "SMALL", small)
+    layer = nn.Linear(24, 40, bias=False)
+    x = random(2, 5, 24)
+    want = np.einsum("bld,od->blo", np.array(x, np.float64), np.array(layer.weight, np.float64))
+    same(cpu.linear(x, layer), want)
+    same(plain.linear(x, layer), want)
+    packed = nn.QuantizedLinear.from_linear(nn.Linear(64, 40, bias=False), group_size=32)
+    same(cpu.linear(random(3, 64), packed), packed(random(3, 64)))  # its weight is packed: never numpy's
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (1, 4, 5, 48), (2, 700, 192)])
