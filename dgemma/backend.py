@@ -122,6 +122,33 @@ def has_compiler() -> bool:
     return sys.platform == "darwin" or shutil.which("g++") is not None
 
 
+def free_memory() -> int | None:
+    """Bytes that the device's memory can still take: the GPU's, or the machine's (None where it does not tell)."""
+    import mlx.core as mx  # not above: see prepare
+
+    if is_gpu():
+        info = mx.device_info()
+        total = info.get("max_recommended_working_set_size") or info.get("memory_size") or info.get("total_memory")
+        return None if total is None else int(total) - mx.get_active_memory()
+    try:
+        with open("/proc/meminfo") as file:
+            free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    return min([free, *_group_room()])
+
+
+def _group_room() -> list[int]:
+    """What the control group that this process runs in (a container's limit) still allows, if it says so."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        most, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return [most - used + int(kept["file"])]  # cached files make room when it is needed
+    except (OSError, ValueError, KeyError):  # no group, or no limit ("max")
+        return []
+
+
 def is_gpu() -> bool:
     """Whether mlx computes on a GPU (Metal or CUDA)."""
     import mlx.core as mx  # not above: see prepare

@@ -21,6 +21,7 @@ import mlx.nn as nn
 import numpy as np
 
 from . import backend, plain
+from .matrices import ExpertStack, Packed
 from .plain import Angles
 
 THREADS = backend.cores()
@@ -72,10 +73,31 @@ def _in_strips(function, *arrays: np.ndarray) -> None:
 
 @_of_float32
 def linear(x: mx.array, layer: nn.Module) -> mx.array:
-    """As plain.linear."""
+    """As plain.linear; a packed matrix is unpacked on the way: mlx multiplies packed ones at 3 GFLOP/s here."""
+    if isinstance(layer, Packed):
+        return scores(x, layer)
     if type(layer) is not nn.Linear or x.size * layer["weight"].shape[0] > SMALL:
         return layer(x)
     return mx.array(_view(x) @ _view(layer["weight"]).T)
+
+
+@_of_float32
+def scores(x: mx.array, table: nn.Module) -> mx.array:
+    """As plain.scores."""
+    if not isinstance(table, Packed):
+        return table.scores(x)
+    return mx.concatenate([x @ rows.T for _, rows in table.pieces(x.dtype)], axis=-1)
+
+
+@_of_float32
+def mix(shares: mx.array, table: nn.Module) -> mx.array:
+    """As plain.mix."""
+    if not isinstance(table, Packed):
+        return table.mix(shares)
+    out = 0
+    for where, rows in table.pieces(shares.dtype):
+        out = out + shares[..., where] @ rows
+    return out
 
 
 @_of_float32
@@ -239,28 +261,30 @@ def route(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
 
 
 @_of_float32
-def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
+def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: nn.Module, down: nn.Module) -> mx.array:
     """As plain.experts, one expert after the other on the rows that chose it: mlx's gather_mm is slow here."""
     count, k = chosen.shape
     mx.eval(rows, chosen, weights)
     picked = np.array(chosen).reshape(-1)  # [T k]
     order = np.argsort(picked, kind="stable")  # pairs of row and expert, expert after expert
-    ends = np.cumsum(np.bincount(picked, minlength=gate_up.shape[0]))
+    ends = np.cumsum(np.bincount(picked, minlength=gate_up.weight.shape[0]))
     x = np.array(rows, copy=False)[order // k]  # [T k, D]
-    hidden = _by_expert(x, ends, _view(gate_up))  # [T k, 2 I]
+    hidden = _by_expert(x, ends, gate_up)  # [T k, 2 I]
     gate, up = np.split(hidden, 2, axis=-1)
     inner = np.empty(gate.shape, np.float32)
     _in_strips(_geglu, gate, up, inner)
     out = np.empty((count * k, rows.shape[1]), np.float32)
-    out[order] = _by_expert(inner, ends, _view(down))
+    out[order] = _by_expert(inner, ends, down)
     return mx.array(np.einsum("tkd,tk->td", out.reshape(count, k, -1), np.array(weights, copy=False)))
 
 
-def _by_expert(x: np.ndarray, ends: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """x `[R, I]`, sorted by expert and ending where `ends [X]` says, times each expert's weights `[X, O, I]`: `[R, O]`."""
-    out, begin = np.empty((len(x), weights.shape[1]), np.float32), 0
-    for weight, end in zip(weights, ends.tolist()):
+def _by_expert(x: np.ndarray, ends: np.ndarray, stack: nn.Module) -> np.ndarray:
+    """x `[R, I]`, sorted by expert and ending where `ends [X]` says, times each expert's matrix `[O, I]`: `[R, O]`."""
+    whole = _view(stack.weight) if isinstance(stack, ExpertStack) else None
+    out, begin = np.empty((len(x), stack.weight.shape[1]), np.float32), 0
+    for expert, end in enumerate(ends.tolist()):
         if end > begin:
-            np.matmul(x[begin:end], weight.T, out=out[begin:end])
+            matrix = _view(stack.unpacked(expert, mx.float32)) if whole is None else whole[expert]
+            np.matmul(x[begin:end], matrix.T, out=out[begin:end])
         begin = end
     return out

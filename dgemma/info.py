@@ -29,18 +29,12 @@ PARTS = (
 def read(model: str | Path | None = None, revision: str | None = None) -> dict[str, Any]:
     """All there is to say, ready for JSON. Raises CheckpointError."""
     folder = resolve(model, revision)
-    config = ModelConfig.read(folder)
     generation = GenerationConfig.read(folder)
-    files = weights.shards(folder)
-    headers: dict[str, dict] = {}
-    for path in files:
-        weights.check_file(path)
-        headers |= {name: entry for name, entry in weights.read_header(path).items() if name != "__metadata__"}
-    stored = weights.rename(headers)  # as loaded: second copies of tied weights are left out
-    parameters = count(stored)
+    opened = weights.Checkpoint.open(folder)
+    config, files = opened.config, {tensor.file for tensor in opened.tensors.values()}
+    parameters = count(opened.shapes)
     total = sum(parameters.values())
-    dtype = weights.DTYPES.get(next((entry.get("dtype") for entry in stored.values()), "F32"))
-    compute = backend.activation_dtype(dtype)
+    compute = backend.activation_dtype(opened.dtype)
     return {
         "model": str(model or "demo"),
         "folder": str(folder),
@@ -51,22 +45,35 @@ def read(model: str | Path | None = None, revision: str | None = None) -> dict[s
         "bytes": {
             "on_disk": sum(path.stat().st_size for path in files),
             "files": len(files),
-            "in_memory": total * compute.size,
+            "in_memory": opened.nbytes_as(compute, opened.unpacks(compute)),
             "compute_dtype": str(compute).rpartition(".")[2],
-            "stored_dtype": sorted({str(entry.get("dtype")) for entry in stored.values()}),
+            "stored_dtype": sorted({opened.tensors[name].dtype for made in opened.recipes.values() for name in made.names}),
         },
+        "quantization": quantization(opened),
         "tokens": tokens(folder, config, generation),
         "generation": policy(generation),
         "ignored_config_keys": list(config.ignored),
     }
 
 
-def count(stored: dict[str, dict]) -> dict[str, int]:
-    """Parameters of each part, from safetensors headers under our names."""
+def quantization(opened: weights.Checkpoint) -> dict[str, list[str]]:
+    """The formats of each part's packed matrices; empty when nothing is quantised."""
+    found: dict[str, set[str]] = {}
+    for path, fmt in opened.formats.items():
+        found.setdefault(part_of(f"{path}.weight"), set()).add(str(fmt))
+    return {part: sorted(formats) for part, formats in found.items()}
+
+
+def part_of(tensor: str) -> str:
+    """The part that a tensor counts for."""
+    return next(name for name, pattern in PARTS if re.search(pattern, tensor))
+
+
+def count(shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Parameters of each part."""
     found = dict.fromkeys((name for name, _ in PARTS), 0)
-    for tensor, entry in stored.items():
-        part = next(name for name, pattern in PARTS if re.search(pattern, tensor))
-        found[part] += math.prod(entry.get("shape", ()))
+    for tensor, shape in shapes.items():
+        found[part_of(tensor)] += math.prod(shape)
     return {name: number for name, number in found.items() if number}
 
 
@@ -163,6 +170,7 @@ def text(found: dict[str, Any]) -> str:
         *_parameters(found["parameters"]),
         ("on disk", f"{size(held['on_disk'])} in {held['files']} file(s), {', '.join(held['stored_dtype'])}"),
         ("in memory", f"{size(held['in_memory'])} as {held['compute_dtype']}"),
+        *_quantization(found["quantization"]),
         *_tokens(found["tokens"]),
         ("generation", ", ".join(f"{name} {value}" for name, value in found["generation"].items())),
         ("ignored keys", ", ".join(found["ignored_config_keys"]) or "none"),
@@ -181,6 +189,12 @@ def _parameters(parameters: dict[str, int]) -> list[tuple[str, str]]:
     lines = [("parameters", f"{parameters['total']:,}, of which {parameters['active']:,} work on a canvas token")]
     parts = {name: number for name, number in parameters.items() if name not in ("total", "active")}
     return lines + [(f"  {name}", f"{number:,}") for name, number in parts.items()]
+
+
+def _quantization(found: dict[str, list[str]]) -> list[tuple[str, str]]:
+    if not found:
+        return [("quantised", "nothing")]
+    return [("quantised", "")] + [(f"  {part}", "; ".join(formats)) for part, formats in found.items()]
 
 
 def _tokens(tokens: dict[str, Any]) -> list[tuple[str, str]]:

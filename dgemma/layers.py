@@ -16,6 +16,7 @@ from dgemma.attention import AttentionRead
 
 from . import kernels
 from .config import Layer, TextConfig
+from .matrices import ExpertStack
 
 Read = Callable[[mx.array, mx.array], AttentionRead]
 
@@ -109,8 +110,8 @@ class Experts(nn.Module):
     def __init__(self, config: TextConfig):
         super().__init__()
         experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = mx.zeros((experts, 2 * inner, hidden))
-        self.down_proj = mx.zeros((experts, hidden, inner))
+        self.gate_up_proj = ExpertStack(experts, hidden, 2 * inner)  # gate first
+        self.down_proj = ExpertStack(experts, inner, hidden)
 
     def __call__(self, rows: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         """The weighted sum `[T, D]` of each row's chosen experts."""

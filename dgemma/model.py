@@ -22,6 +22,7 @@ from .canvas import SelfConditioning, decode
 from .config import SLIDING, ModelConfig
 from .errors import OptionError, PromptError
 from .layers import Block, Read, RMSNorm
+from .matrices import Embedding
 
 IMAGE_ATTENTION = ("encoder-window", "bidirectional")
 CHUNK = 1024  # prompt positions per encoder pass, all rows together, unless the caller says otherwise
@@ -44,7 +45,7 @@ class DiffusionGemma(nn.Module):
             raise OptionError(f"image_attention is {image_attention!r}; allowed: {', '.join(IMAGE_ATTENTION)}")
         text = config.text
         self.config, self.image_attention = config, image_attention
-        self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
+        self.embed_tokens = Embedding(text.vocab_size, text.hidden_size)
         self.self_conditioning = SelfConditioning(text)
         self.layers = [Block(text, layer) for layer in text.layers]
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
@@ -157,16 +158,16 @@ class DiffusionGemma(nn.Module):
     def head(self, x: mx.array) -> mx.array:
         """Soft-capped logits `[..., V]` of hidden states `[..., D]`, through the transposed embedding."""
         cap = self.config.text.final_logit_softcapping
-        logits = self.embed_tokens.as_linear(x).astype(mx.float32)  # entropies of 0.005 need more than bf16 keeps
+        logits = kernels.scores(x, self.embed_tokens).astype(mx.float32)  # entropies of 0.005 need more than bf16 keeps
         return kernels.softcap(logits, cap)
 
     # -- shared -------------------------------------------------------------------------------------------------------
 
     def _embed(self, ids: mx.array) -> mx.array:
-        return self._scaled(self.embed_tokens(ids))
+        return self._scaled(self.embed_tokens(ids).astype(self.dtype))
 
     def _soft_embed(self, probabilities: mx.array) -> mx.array:
-        return self._scaled(probabilities.astype(self.dtype) @ self.embed_tokens.weight)
+        return self._scaled(kernels.mix(probabilities.astype(self.dtype), self.embed_tokens))
 
     def _scaled(self, x: mx.array) -> mx.array:
         return x * mx.array(self.config.text.hidden_size**0.5, dtype=x.dtype)  # rounded first, as the reference does

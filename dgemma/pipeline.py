@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,10 @@ class Pipeline:
         """
         began = time.perf_counter()
         folder = resolve(checkpoint, revision)
-        model = weights.load(folder, image_attention, dtype)
-        chat = Chat(folder, model.config)
+        opened = weights.Checkpoint.open(folder)
+        chat = Chat(folder, opened.config)
+        with _bar(str(checkpoint or "demo")) as progress:
+            model = weights.load(opened, image_attention, dtype, progress)
         options = Options.of(GenerationConfig.read(folder))
         return cls(model, chat, options, time.perf_counter() - began)
 
@@ -255,6 +258,20 @@ class _RowText:
         self.tokens += tokens
         self.steps.append(steps)
         return self.stream.push(tokens)
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal's stderr, if loading takes more than two seconds; yields what moves it."""
+    from tqdm import tqdm  # here, since only a program that loads needs it; it comes with huggingface_hub
+
+    with tqdm(desc=f"loading {name}", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 class _Clock:

@@ -21,6 +21,16 @@ def linear(x: mx.array, layer: nn.Module) -> mx.array:
     return layer(x)
 
 
+def scores(x: mx.array, table: nn.Module) -> mx.array:
+    """`x [..., D]` against every row of an embedding table: `[..., V]`."""
+    return table.scores(x)
+
+
+def mix(shares: mx.array, table: nn.Module) -> mx.array:
+    """The rows' sum `[..., D]` of an embedding table, weighted by `shares [..., V]`."""
+    return table.mix(shares)
+
+
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """`x / rms(x) * weight` over the last axis, computed in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     return mx.fast.rms_norm(x, weight, eps)
@@ -106,17 +116,17 @@ def route(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
     return chosen, mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1)
 
 
-def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
+def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: nn.Module, down: nn.Module) -> mx.array:
     """The weighted sum of each row's chosen experts.
 
-    rows `[T, D]`, chosen `[T, k]` int, weights `[T, k]`, gate_up `[X, 2 I, D]` (gate first), down `[X, D, I]`; returns
-    `[T, D]`.
+    rows `[T, D]`, chosen `[T, k]` int, weights `[T, k]`; gate_up (gate first) and down are stacks of X matrices, `[2 I, D]`
+    and `[D, I]`, plain or packed (dgemma.matrices). Returns `[T, D]`.
     """
     count, k = chosen.shape
     order = mx.argsort(chosen.flatten())  # rows of one expert side by side, so that its weights are read once
     expert, source = chosen.flatten()[order], order // k
-    hidden = mx.gather_mm(rows[source][:, None], gate_up.swapaxes(1, 2), rhs_indices=expert, sorted_indices=SORTED)
+    hidden = gate_up(rows[source][:, None], expert, SORTED)
     gate, up = mx.split(hidden, 2, axis=-1)  # [T k, 1, I] each
-    out = mx.gather_mm(geglu(gate, up), down.swapaxes(1, 2), rhs_indices=expert, sorted_indices=SORTED)
+    out = down(geglu(gate, up), expert, SORTED)
     out = out[:, 0][mx.argsort(order)].reshape(count, k, -1)  # [T, k, D]
     return (out * weights[..., None]).sum(axis=1).astype(rows.dtype)  # weights are float32: rounded once, at the end

@@ -19,7 +19,7 @@ from dgemma.vision import load_image
 
 from . import backend, render, weights
 from .chat import Chat, Message, conversation
-from .config import GenerationConfig, ModelConfig
+from .config import GenerationConfig
 from .denoise import Options
 from .errors import OutputError, PromptError, UserError
 from .hub import resolve
@@ -81,10 +81,11 @@ def prepare(args: argparse.Namespace, settings: Settings, progress: Progress) ->
     progress.now(f"loading {args.model or 'demo'}")
     options = Options.of(GenerationConfig.read(folder))
     with_settings(options, {name: value for name, value in settings.items() if name not in NOT_OPTIONS})
-    chat = Chat(folder, ModelConfig.read(folder))
+    opened = weights.Checkpoint.open(folder)
+    chat = Chat(folder, opened.config)
 
     def finish() -> Pipeline:
-        model = weights.load(folder, args.image_attention)
+        model = weights.load(opened, args.image_attention, progress=progress.share(f"loading {args.model or 'demo'}"))
         return Pipeline(model, chat, options, time.perf_counter() - began)
 
     return chat, finish

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
 import mlx.core as mx
@@ -63,6 +63,10 @@ class Progress:
             if label != self._label:
                 self._since = time.monotonic()
             self._label, self._detail = label, detail
+
+    def share(self, label: str) -> Callable[[int, int], None]:
+        """A callback that says how much of something is done."""
+        return lambda done, total: self.now(label, f", {100 * done // max(1, total)} %")
 
     def hide(self) -> None:
         """Say nothing until the next `now`: the line is needed for something else."""

@@ -1,59 +1,242 @@
-"""From files to a model: find the safetensors of a checkpoint, rename, check every tensor, load.
+"""From files to a model: check every tensor of a checkpoint against its config, and load.
 
-Loading is strict. A tensor that is missing, left over, or of another shape is named; nothing is filled in.
+Checking needs headers only, so that whatever is wrong is said before a weight is read. It is strict: a tensor that is
+missing, left over, or of another shape is named; nothing is filled in. Loading reads one tensor after the other, so that
+at most one is held twice.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from . import backend
-from .config import ModelConfig, read_json
+from .config import ModelConfig
 from .errors import CheckpointError, OptionError
+from .formats import Format, Quantization
+from .matrices import PACKED
 from .model import DiffusionGemma
+from .names import EYES, Recipe, ours, recipes, stored
+from .stored import Tensor, tensors
 
-# The checkpoint's names -> ours: the decoder's weights serve both passes, the encoder adds a scalar a layer and the eyes.
-RENAMES = (
-    (r"^model\.decoder\.", ""),
-    (r"^model\.encoder\.language_model\.layers\.(\d+)\.layer_scalar$", r"layers.\1.encoder_layer_scalar"),
-    (r"^model\.encoder\.(vision_tower|embed_vision)\.", r"\1."),
-)
-# Second copies of tied weights, which some writers store: the encoder's text stack and the head repeat the decoder.
-TIED = re.compile(r"^model\.encoder\.language_model\.|^lm_head\.weight$")
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+BATCH = 1 << 26  # bytes of small tensors that are read in one go
+SPARE = 0.8  # of the free memory that unpacked weights may take
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
-def load(folder: str | Path, image_attention: str = "encoder-window", dtype: mx.Dtype | None = None) -> DiffusionGemma:
-    """The model of a checkpoint folder, its weights in `dtype` (default: the backend's choice for the stored one).
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint folder, checked: every tensor that its config asks for is there and fits, and no other."""
 
-    CheckpointError names the file, the tensor or the key at fault.
+    folder: Path
+    config: ModelConfig
+    tensors: dict[str, Tensor]  # by stored name
+    recipes: dict[str, Recipe]  # our tensors -> how they are made of stored ones
+    shapes: dict[str, tuple[int, ...]]  # our parameters, as if nothing were packed
+    formats: dict[str, Format]  # our module paths -> how their matrix is packed
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Read config and headers. CheckpointError names the file, the tensor or the key at fault."""
+        folder = Path(folder)
+        config = ModelConfig.read(folder)
+        found = tensors(folder)
+        made = recipes(found)
+        if config.vision is not None and not any(name.startswith(EYES) for name in made):
+            config = replace(config, vision=None)  # a conversion that left the eyes out: it reads text
+        opened = cls(folder=folder, config=config, tensors=found, recipes=made, shapes=shapes(config), formats={})
+        quantization = Quantization.of(config.quantization, ours, str(folder / "config.json"))
+        opened._check(quantization)
+        return opened
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype that the unquantised weights are stored in."""
+        return DTYPES[self.tensors[self.recipes["norm.weight"].names[0]].dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are read."""
+        return sum(self.tensors[name].nbytes for recipe in self.recipes.values() for name in recipe.names)
+
+    def nbytes_as(self, dtype: mx.Dtype, unpack: bool) -> int:
+        """Bytes of the loaded weights in `dtype`, quantised ones unpacked or as they are."""
+        total = 0
+        for name, shape in self.shapes.items():
+            fmt = None if unpack else self.formats.get(name.rpartition(".")[0])
+            packed = fmt is not None and name.endswith(".weight")
+            total += fmt.nbytes(shape, dtype.size) if packed else _count(shape) * dtype.size
+        return total
+
+    def unpacks(self, dtype: mx.Dtype) -> bool:
+        """Whether loading here unpacks quantised weights: on a CPU, where products of packed ones are slow, if they fit."""
+        if not self.formats or backend.is_gpu():
+            return False
+        free = backend.free_memory()
+        return free is None or self.nbytes_as(dtype, unpack=True) < SPARE * free
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _check(self, quantization: Quantization) -> None:
+        """Compare names, dtypes and shapes with what the config asks for; the first difference is named."""
+        seen = set()
+        for name, shape in self.shapes.items():
+            path, _, part = name.rpartition(".")
+            if part == "weight" and f"{path}.scales" in self.recipes:
+                fmt = quantization.format(path)
+                if fmt is None:
+                    self._fail(f"tensor {stored(path)}.scales belongs to a quantised weight; config.json says nothing of it")
+                self._check_packed(path, fmt, shape)
+                self.formats[path] = fmt
+                seen |= {f"{path}.{one}" for one in fmt.parts}
+            else:
+                self._check_plain(name, shape)
+                seen.add(name)
+        extra = sorted(self.recipes.keys() - seen)
+        if extra:
+            first = self.recipes[extra[0]].names[0]
+            self._fail(f"tensor {first} has no place in this model ({len(extra)} such in all)")
+
+    def _check_plain(self, name: str, shape: tuple[int, ...]) -> None:
+        self._check_shape(name, shape, "config.json asks for")
+        for one in self.recipes[name].names:
+            tensor = self.tensors[one]
+            if tensor.dtype == "U32":
+                self._fail(f"tensor {one} is quantised, but its scales are missing")
+            if tensor.dtype not in DTYPES:
+                self._fail(f"tensor {one} is {tensor.dtype}; unquantised weights are {', '.join(DTYPES)}")
+
+    def _check_packed(self, path: str, fmt: Format, shape: tuple[int, ...]) -> None:
+        if not fmt.fits(shape):
+            self._fail(f"{stored(path)} is {shape[-1]} wide, which {fmt} does not divide; config.json's quantization is wrong")
+        for part, packed in fmt.shapes(shape).items():
+            self._check_shape(f"{path}.{part}", packed, f"quantization in config.json ({fmt}) asks for")
+            kinds = ("U32",) if part == "weight" else tuple(DTYPES) if fmt.mode == "affine" else ("U8",)
+            for one in self.recipes[f"{path}.{part}"].names:
+                if self.tensors[one].dtype not in kinds:
+                    self._fail(f"tensor {one} is {self.tensors[one].dtype}; {fmt} needs {', '.join(kinds)}")
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], who: str) -> None:
+        if name not in self.recipes:
+            missing = [n for n in self.shapes if n not in self.recipes and not n.startswith("rope")]
+            self._fail(f"tensor {stored(name)} is missing ({max(1, len(missing))} of {len(self.shapes)} in all)")
+        found = self._shape(self.recipes[name])
+        if found != shape:
+            self._fail(f"tensor {stored(name)} has shape {found}; {who} {shape}")
+
+    def _shape(self, recipe: Recipe) -> tuple[int, ...]:
+        """The shape that a recipe makes."""
+        parts = []
+        for names in recipe.parts:
+            first = self.tensors[names[0]]
+            for name in names[1:]:
+                if (self.tensors[name].shape, self.tensors[name].dtype) != (first.shape, first.dtype):
+                    self._fail(f"tensors {names[0]} and {name} differ in shape or dtype; experts must be alike")
+            parts.append((len(names), *first.shape) if recipe.stacked else first.shape)
+        if len(parts) == 1:
+            return parts[0]
+        if any(len(p) < 2 or p[:-2] != parts[0][:-2] or p[-1] != parts[0][-1] for p in parts):
+            self._fail(f"tensors {recipe.parts[0][0]} and {recipe.parts[1][0]} do not fit together: {parts[0]}, {parts[1]}")
+        return (*parts[0][:-2], sum(p[-2] for p in parts), parts[0][-1])
+
+    def _fail(self, what: str) -> None:
+        raise CheckpointError(f"{self.folder}: {what}")
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self) -> Iterator[tuple[str, dict[str, mx.array]]]:
+        """Every parameter, file after file: its name, and its parts as stored ({"weight": ...}, and scales if packed).
+
+        Arrays are lazy, and only held by whoever received them.
+        """
+        files: dict[Path, dict[str, mx.array]] = {}
+        for name in sorted(self.shapes, key=lambda n: (self.tensors[self.recipes[n].names[0]].file, n)):
+            path, _, last = name.rpartition(".")
+            fmt = self.formats.get(path) if last == "weight" else None
+            parts = {part: f"{path}.{part}" for part in fmt.parts} if fmt else {last: name}
+            yield name, {part: self._make(self.recipes[of], files) for part, of in parts.items()}
+
+    def _make(self, recipe: Recipe, files: dict[Path, dict[str, mx.array]]) -> mx.array:
+        parts = []
+        for names in recipe.parts:
+            read = [self._take(name, files) for name in names]
+            parts.append(mx.stack(read) if recipe.stacked else read[0])
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+
+    def _take(self, name: str, files: dict[Path, dict[str, mx.array]]) -> mx.array:
+        path = self.tensors[name].file
+        if path not in files:
+            try:
+                files[path] = mx.load(str(path), format="safetensors")
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{path}: cannot be loaded ({error})") from None
+        return files[path].pop(name)
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of a model, nothing packed."""
+    return {name: tuple(array.shape) for name, array in tree_flatten(DiffusionGemma(config).parameters())}
+
+
+def load(
+    checkpoint: str | Path | Checkpoint,
+    image_attention: str = "encoder-window",
+    dtype: mx.Dtype | None = None,
+    progress: Progress | None = None,
+) -> DiffusionGemma:
+    """The model of a checkpoint, its weights in `dtype` (default: the backend's choice for the stored one).
+
+    Quantised weights stay packed on a GPU; on a CPU they are unpacked if they fit. CheckpointError names what is wrong.
     """
-    folder = Path(folder)
-    config = ModelConfig.read(folder)
-    if config.quantization is not None:
-        raise CheckpointError(f"{folder}: quantised checkpoints are not supported yet; use the bf16 original")
-    stored: dict[str, mx.array] = {}
-    for path in shards(folder):
-        check_file(path)
-        for name, array in _read(path).items():
-            if name in stored:
-                raise CheckpointError(f"{path}: tensor {name} stands in two files of this checkpoint")
-            stored[name] = array
-    backend.fit_threads(config.text.hidden_size)
-    model = DiffusionGemma(config, image_attention)
-    weights = rename(stored)
-    check(model, weights, str(folder))
-    dtype = check_dtype(dtype or backend.activation_dtype(weights["embed_tokens.weight"].dtype))
-    stored.clear()  # each stored tensor is let go as soon as its cast is made, not when all are
-    model.load_weights([(name, weights.pop(name).astype(dtype)) for name in list(weights)], strict=True)
-    mx.eval(model.parameters())
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    dtype = check_dtype(dtype or backend.activation_dtype(opened.dtype))
+    backend.fit_threads(opened.config.text.hidden_size)
+    model = DiffusionGemma(opened.config, image_attention)
+    unpack = opened.unpacks(dtype)
+    if not unpack:
+        pack(model, opened.formats)
+    done, total, waiting, size = 0, opened.nbytes, [], 0
+    for name, parts in opened.read():
+        path, _, last = name.rpartition(".")
+        size += (nbytes := sum(part.nbytes for part in parts.values()))
+        if unpack and len(parts) > 1:
+            parts = {last: opened.formats[path].unpack(parts, dtype)}
+        waiting += [(f"{path}.{part}" if path else part, cast(array, dtype)) for part, array in parts.items()]
+        if size >= BATCH or nbytes >= BATCH:
+            _install(model, waiting)
+            done, size = done + size, 0
+            if progress is not None:
+                progress(done, total)
+    _install(model, waiting)
+    if progress is not None:
+        progress(total, total)
     return model
+
+
+def _install(model: DiffusionGemma, waiting: list[tuple[str, mx.array]]) -> None:
+    """Read these tensors now, put them into the model, and forget what they were made of."""
+    mx.eval([array for _, array in waiting])
+    model.load_weights(waiting, strict=False)  # Checkpoint.open has been strict
+    waiting.clear()
+
+
+def pack(model: DiffusionGemma, formats: dict[str, Format]) -> None:
+    """Replace the modules at these paths by packed ones; their tensors are still to be loaded."""
+    modules = dict(model.named_modules())
+    twins = [(path, PACKED[type(modules[path])](modules[path].weight.shape, fmt)) for path, fmt in formats.items()]
+    if twins:
+        model.update_modules(tree_unflatten(twins))
+
+
+def cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """`array` in `dtype` if it holds floats; packed integers and float8 scales stay."""
+    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 def check_dtype(dtype: mx.Dtype) -> mx.Dtype:
@@ -64,103 +247,8 @@ def check_dtype(dtype: mx.Dtype) -> mx.Dtype:
     return dtype
 
 
-def shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or those that the index names; each must exist."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        found = sorted(folder.glob("*.safetensors"))
-        if found:
-            return found
-        other = sorted(p.name for p in folder.glob("*.bin")) or sorted(p.name for p in folder.glob("*.gguf"))
-        hint = f"; {other[0]} is of a format that is not read, convert it to safetensors" if other else ""
-        raise CheckpointError(f"{folder}: no *.safetensors file{hint}")
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise CheckpointError(f"{index}: 'weight_map' must map tensor names to files")
-    paths = []
-    for name in sorted(set(names.values())):
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: {name!r} points outside the checkpoint folder")
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: shard {name} is missing; the index lists {len(set(names.values()))} files")
-        paths.append(folder / name)
-    return paths
-
-
-def check_file(path: Path) -> None:
-    """Refuse a safetensors file that is cut short or has a damaged header, before mlx maps it.
-
-    Layout (github.com/huggingface/safetensors): u64 header length, JSON header with `data_offsets`, the data.
-    """
-    header = read_header(path)
-    size = path.stat().st_size
-    try:
-        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-    except (KeyError, TypeError, IndexError, ValueError, OverflowError):
-        raise CheckpointError(f"{path}: damaged header; download it again") from None
-    needed = max(ends, default=0)
-    with path.open("rb") as file:
-        start = 8 + struct.unpack("<Q", file.read(8))[0]
-    if size < start + needed:
-        raise CheckpointError(f"{path}: truncated, {size:,} of {start + needed:,} bytes; download it again")
-
-
-def read_header(path: Path) -> dict:
-    """The header of a safetensors file: tensor name -> dtype, shape, data_offsets."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-            if length > min(size - 8, 100_000_000):
-                raise CheckpointError(f"{path}: not a whole safetensors file ({size:,} bytes); download it again")
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise CheckpointError(f"{path}: the safetensors header is damaged; download it again") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: the safetensors header is damaged; download it again")
-    return header
-
-
-def _read(path: Path) -> dict[str, mx.array]:
-    for name, entry in read_header(path).items():
-        if name != "__metadata__" and entry.get("dtype") not in DTYPES:
-            raise CheckpointError(
-                f"{path}: tensor {name} is {entry.get('dtype')}; weights are {', '.join(DTYPES)} in an unquantised checkpoint"
-            )
-    try:
-        return mx.load(str(path), format="safetensors")
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be loaded ({error})") from None
-
-
-def rename(stored: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Tensors under our names; second copies of tied weights are left out."""
-    renamed = {}
-    for name, array in stored.items():
-        for pattern, ours in RENAMES:
-            new, count = re.subn(pattern, ours, name)
-            if count:
-                renamed[new] = array
-                break
-        else:
-            if not TIED.match(name):
-                renamed[name] = array
-    return renamed
-
-
-def check(model: DiffusionGemma, weights: dict[str, mx.array], source: str) -> None:
-    """Compare names and shapes with what the config's geometry needs; the first difference is named."""
-    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
-    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    if missing:
-        raise CheckpointError(f"{source}: tensor {missing[0]} is missing ({len(missing)} of {len(expected)} in all)")
-    if extra:
-        raise CheckpointError(f"{source}: tensor {extra[0]} has no place in this model ({len(extra)} such in all)")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise CheckpointError(
-                f"{source}: tensor {name} has shape {tuple(weights[name].shape)}; config.json asks for {tuple(shape)}"
-            )
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -14,7 +14,8 @@ PACKAGES = {"dgemma": "", "attention": "attention", "vision": "vision"}  # folde
 # A module may import those of the floors below its own, and no other; a new module gets a floor here.
 FLOORS = [
     {"errors"},
-    {"backend", "config", "plain", "stopping"},
+    {"backend", "config", "formats", "names", "plain", "stopping"},
+    {"matrices", "stored"},
     {"cpu"},
     {"kernels"},
     {"attention.masks", "attention.reads", "attention.rope", "sampler"},
@@ -34,7 +35,7 @@ FLOORS = [
 ]
 FLOOR = {module: height for height, floor in enumerate(FLOORS) for module in floor}
 BESIDE = {"sampler", "stopping"}  # they meet the model in denoise, and pipeline hands them there
-WITHOUT_MLX = {"errors", "config", "stopping", "hub", "render", "cli", "vision.preprocess"}
+WITHOUT_MLX = {"errors", "config", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
 LONGEST = 60
 
 

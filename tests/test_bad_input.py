@@ -291,8 +291,8 @@ def header(**tensors) -> bytes:
         (header(a=[1]), "damaged header; download it again"),
         (header(a={"dtype": "F32", "shape": [2], "data_offsets": [0, "x"]}), "damaged header; download it again"),
         (header(a={"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}), "truncated, "),
-        (header(a={"dtype": "F32", "shape": [2 * 10**11], "data_offsets": [0, 8]}), "cannot be loaded ("),
-        (header(a={"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}), "tensor a is I64; weights are F32, F16, BF16"),
+        (header(a={"dtype": "F32", "shape": [2 * 10**11], "data_offsets": [0, 8]}), "damaged header (sizes and shapes differ)"),
+        (header(a={"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}), "damaged header; download it again"),
     ],
 )
 def test_damaged_safetensors(refuse, broken, data, says):
@@ -313,15 +313,15 @@ def test_a_truncated_safetensors_file(refuse, broken):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda w: w.pop("model.decoder.layers.0.mlp.up_proj.weight"), "tensor layers.0.mlp.up_proj.weight is missing (1 of "),
-        (lambda w: w.pop("model.decoder.embed_tokens.weight"), "tensor embed_tokens.weight is missing (1 of "),
+        (lambda w: w.pop("model.decoder.layers.0.mlp.up_proj.weight"), "tensor model.decoder.layers.0.mlp.up_proj.weight is missing (1 of "),
+        (lambda w: w.pop("model.decoder.embed_tokens.weight"), "tensor model.decoder.embed_tokens.weight is missing (1 of "),
         (
             lambda w: w.update({"model.decoder.layers.9.extra": np.zeros(3, np.float32)}),
-            "tensor layers.9.extra has no place in this model (1 such in all)",
+            "tensor model.decoder.layers.9.extra has no place in this model (1 such in all)",
         ),
         (
             lambda w: w.update({"model.decoder.layers.0.mlp.up_proj.weight": np.zeros((3, 4), np.float32)}),
-            "tensor layers.0.mlp.up_proj.weight has shape (3, 4); config.json asks for (64, 32)",
+            "tensor model.decoder.layers.0.mlp.up_proj.weight has shape (3, 4); config.json asks for (64, 32)",
         ),
     ],
     ids=["missing", "missing-embedding", "extra", "shape"],

@@ -346,7 +346,7 @@ def test_output_through_a_link_keeps_the_link(tmp_path):
 def test_info_counts_without_reading_a_weight(run, checkpoint, monkeypatch):
     from dgemma import weights
 
-    monkeypatch.setattr(weights, "_read", None)
+    monkeypatch.setattr(weights.mx, "load", None)
     code, out, err = run("info", str(checkpoint), "--json")
     found = json.loads(out)
     parts = found["parameters"]

@@ -13,6 +13,7 @@ import dgemma  # noqa: F401
 from dgemma import cpu, plain
 from dgemma.attention import Rotary
 from dgemma.config import Rope
+from dgemma.matrices import ExpertStack
 
 
 def random(*shape, scale=1.0, seed=0):
@@ -118,6 +119,12 @@ def test_softcap_and_softmax():
     np.testing.assert_array_equal(np.array(logits), kept, err_msg="the input is left alone")
 
 
+def stack(matrices):
+    made = ExpertStack(*matrices.shape)
+    made.weight = matrices
+    return made
+
+
 @pytest.mark.parametrize("count, k", [(1, 1), (1, 2), (40, 2), (40, 6)])
 @pytest.mark.parametrize("favourites", [False, True])
 def test_experts(count, k, favourites):
@@ -132,8 +139,9 @@ def test_experts(count, k, favourites):
             gate, up = np.split(np.array(gate_up)[expert] @ np.array(rows)[t], 2)
             inner = 0.5 * gate * (1 + np.tanh(0.7978845608 * (gate + 0.044715 * gate**3))) * up
             want[t] += weight * (np.array(down)[expert] @ inner)
-    same(plain.experts(rows, chosen, weights, gate_up, down), want)
-    same(cpu.experts(rows, chosen, weights, gate_up, down), want)
+    stacks = stack(gate_up), stack(down)
+    same(plain.experts(rows, chosen, weights, *stacks), want)
+    same(cpu.experts(rows, chosen, weights, *stacks), want)
 
 
 def test_other_dtypes_get_the_plain_formulation():

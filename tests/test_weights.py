@@ -96,15 +96,15 @@ def cut_short(folder):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (broken(lambda t: t.pop("model.decoder.norm.weight")), "tensor norm.weight is missing \\(1 of \\d+ in all\\)"),
+        (broken(lambda t: t.pop("model.decoder.norm.weight")), "tensor model.decoder.norm.weight is missing \\(1 of \\d+ in all\\)"),
         (broken(lambda t: t.update(odd=np.zeros(1, np.float32))), "tensor odd has no place in this model"),
         (
             broken(lambda t: t.update({"model.decoder.norm.weight": np.zeros(5, np.float32)})),
-            "tensor norm.weight has shape \\(5,\\); config.json asks for \\(32,\\)",
+            "tensor model.decoder.norm.weight has shape \\(5,\\); config.json asks for \\(32,\\)",
         ),
         (
             broken(lambda t: t.update({"model.decoder.norm.weight": np.zeros(32, np.int64)})),
-            "tensor model.decoder.norm.weight is I64; weights are F32, F16, BF16",
+            "tensor model.decoder.norm.weight is I64; unquantised weights are F32, F16, BF16",
         ),
         (cut_short, "model.safetensors: truncated, [\\d,]+ of [\\d,]+ bytes; download it again"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "not a whole safetensors file \\(0 bytes\\)"),
@@ -139,5 +139,5 @@ def test_an_index_that_does_not_fit_is_named(folder, index, message):
 
 def test_pickled_weights_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pytorch_model.bin is of a format that is not read"):
+    with pytest.raises(CheckpointError, match="pytorch_model.bin is a pickle, which may run code of its own when it is read: convert it"):
         weights.load(folder)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from dgemma import kernels
 from dgemma.config import VisionConfig
 from dgemma.errors import PromptError
 
@@ -18,7 +19,7 @@ class ImageEmbedder(nn.Module):
 
     def __call__(self, soft: mx.array) -> mx.array:
         """Soft tokens [.., vision hidden] -> rows [.., D], in the dtype of `soft`."""
-        return self.embedding_projection(mx.fast.rms_norm(soft, None, self._eps))
+        return kernels.linear(mx.fast.rms_norm(soft, None, self._eps), self.embedding_projection)
 
 
 def image_blocks(ids: np.ndarray, image_token_id: int) -> np.ndarray:

@@ -41,10 +41,10 @@ class ClippableLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         if not self._clipped:
-            return self.linear(x)
+            return kernels.linear(x, self.linear)
         # The bounds may be stored in another dtype than the activations, and must not raise them to it.
         x = mx.clip(x, self.input_min.astype(x.dtype), self.input_max.astype(x.dtype))
-        x = self.linear(x)
+        x = kernels.linear(x, self.linear)
         return mx.clip(x, self.output_min.astype(x.dtype), self.output_max.astype(x.dtype))
 
 
@@ -150,7 +150,7 @@ class PatchEmbedder(nn.Module):
         table = self.position_embedding_table
         scaled = (2 * (pixels.astype(mx.float32) - 0.5)).astype(table.dtype)
         x, y = mx.array(positions[:, 0]), mx.array(positions[:, 1])
-        return self.input_proj(scaled) + (table[0][x] + table[1][y])
+        return kernels.linear(scaled, self.input_proj) + (table[0][x] + table[1][y])
 
 
 class VisionTower(nn.Module):

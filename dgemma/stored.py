@@ -1,0 +1,151 @@
+"""What lies in a checkpoint folder: safetensors files, their headers, the index; no weight is read.
+
+Layout of a file (github.com/huggingface/safetensors): u64 header length, JSON header with `data_offsets`, the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import read_json
+from .errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+# Where mlx-optiq keeps the eyes that it takes out of its quantised files; their names are vision_tower... there.
+SIDECARS = ("optiq/optiq_vision.safetensors", "optiq_vision.safetensors")
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
+         "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U64": 8}  # fmt: skip
+UNREAD = {
+    ".bin": "a pickle, which may run code of its own when it is read",
+    ".pt": "a pickle, which may run code of its own when it is read",
+    ".pth": "a pickle, which may run code of its own when it is read",
+    ".gguf": "GGUF, which is not read",
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One stored tensor."""
+
+    file: Path
+    dtype: str  # safetensors' name: BF16, F32, U32, ...
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * SIZES.get(self.dtype, 1)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint folder by its stored name; CheckpointError names the file or tensor at fault."""
+    found: dict[str, Tensor] = {}
+    origins: dict[str, str] = {}
+    for path in shards(folder):
+        header = check_file(path)
+        origin = (header.get("__metadata__") or {}).get("dgemma")
+        if origin:
+            origins.setdefault(origin, path.name)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if name in found:
+                raise CheckpointError(f"{path}: tensor {name} stands in two files of this checkpoint")
+            found[name] = Tensor(path, str(entry.get("dtype")), tuple(entry.get("shape", ())))
+    if len(origins) > 1:
+        first, second = list(origins.values())[:2]
+        raise CheckpointError(f"{folder}: {first} and {second} are of two conversions; download or convert it anew")
+    _check_index(folder, found)
+    return found
+
+
+def shards(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those that the index names, else all; each must exist."""
+    index = folder / INDEX
+    if index.exists():
+        named = sorted(set(_weight_map(index).values()))
+        for name in named:
+            if Path(name).name != name or "\\" in name:
+                raise CheckpointError(f"{index}: {name!r} points outside the checkpoint folder")
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder}: shard {name} is missing; the index lists {len(named)} files")
+        paths = [folder / name for name in named]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        other = sorted(path for path in folder.glob("*") if path.suffix in UNREAD)
+        hint = f"; {other[0].name} is {UNREAD[other[0].suffix]}: convert it to safetensors" if other else ""
+        raise CheckpointError(f"{folder}: no *.safetensors file{hint}")
+    return paths + [folder / name for name in SIDECARS if (folder / name).is_file() and folder / name not in paths]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index}: 'weight_map' must map tensor names to files")
+    return names
+
+
+def _check_index(folder: Path, found: dict[str, Tensor]) -> None:
+    """The index and the files must tell the same story, or shards of two checkpoints lie here together."""
+    index = folder / INDEX
+    if not index.exists():
+        return
+    named = _weight_map(index)
+    for name, file in named.items():
+        if name not in found or found[name].file.name != file:
+            where = "in no file" if name not in found else f"in {found[name].file.name}"
+            raise CheckpointError(
+                f"{folder}: the index says tensor {name} is in {file}, but it is {where}; these are files of two checkpoints"
+            )
+    sidecars = {folder / name for name in SIDECARS}
+    for name, tensor in found.items():
+        if name not in named and tensor.file not in sidecars:
+            raise CheckpointError(
+                f"{folder}: {tensor.file.name} holds tensor {name}, which the index does not name; "
+                "these are files of two checkpoints"
+            )
+
+
+def check_file(path: Path) -> dict:
+    """The header of a safetensors file; refuses one that is cut short or damaged, before mlx maps it."""
+    header = read_header(path)
+    size = path.stat().st_size
+    try:
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        ends = [int(entry["data_offsets"][1]) for entry in entries]
+        lengths = [int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]) for entry in entries]
+        shapes = [math.prod(int(n) for n in entry["shape"]) * SIZES.get(entry["dtype"], 0) for entry in entries]
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError):
+        raise CheckpointError(f"{path}: damaged header; download it again") from None
+    if any(have != need and need for have, need in zip(lengths, shapes)):
+        raise CheckpointError(f"{path}: damaged header (sizes and shapes differ); download it again")
+    needed = max(ends, default=0)
+    with path.open("rb") as file:
+        start = 8 + struct.unpack("<Q", file.read(8))[0]
+    if size < start + needed:
+        raise CheckpointError(f"{path}: truncated, {size:,} of {start + needed:,} bytes; download it again")
+    return header
+
+
+def read_header(path: Path) -> dict:
+    """The header of a safetensors file: tensor name -> dtype, shape, data_offsets."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size - 8, 100_000_000):
+                raise CheckpointError(f"{path}: not a whole safetensors file ({size:,} bytes); download it again")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise CheckpointError(f"{path}: the safetensors header is damaged; download it again") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the safetensors header is damaged; download it again")
+    return header
