@@ -49,6 +49,14 @@ class _Cache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
+        self._reserved = 0
+
+    def reserve(self, length: int) -> None:
+        """Say that `length` positions are to come in all: a buffer that grows is made that long at once.
+
+        A hint. It saves copies of a long prompt's buffer, and changes no result.
+        """
+        self._reserved = max(self._reserved, length)
 
     def append_committed(self, keys: mx.array, values: mx.array) -> StepwiseRead:
         """Write L positions one after the other; each has a read of its own, as append_decode would give it."""
@@ -113,8 +121,8 @@ class KVCache(_Cache):
 
     def _write(self, keys: mx.array, values: mx.array, mask: mx.array | None) -> AttentionRead:
         end = self.offset + keys.shape[2]
-        self.keys = _grown(self.keys, keys, end)
-        self.values = _grown(self.values, values, end)
+        self.keys = _grown(self.keys, keys, end, reserved=self._reserved)
+        self.values = _grown(self.values, values, end, reserved=self._reserved)
         self.keys[:, :, self.offset : end] = keys
         self.values[:, :, self.offset : end] = values
         self.offset = end
@@ -321,12 +329,14 @@ def _one_position(keys: mx.array) -> None:
         raise ValueError(f"append_decode writes one position, got {keys.shape[2]}; append_window writes several")
 
 
-def _grown(buffer: mx.array | None, new: mx.array, slots: int, limit: int | None = None) -> mx.array:
-    """`buffer` with room for at least `slots` rows, grown in steps of 256 and never past `limit`."""
+def _grown(
+    buffer: mx.array | None, new: mx.array, slots: int, limit: int | None = None, reserved: int = 0
+) -> mx.array:
+    """`buffer` with room for at least `slots` rows, grown in steps of 256, to `reserved`, and never past `limit`."""
     have = 0 if buffer is None else buffer.shape[2]
     if have >= slots:
         return buffer
-    want = -(-slots // STEP) * STEP
+    want = -(-max(slots, reserved) // STEP) * STEP
     want = want if limit is None else min(want, limit)
     room = mx.zeros((new.shape[0], new.shape[1], want - have, new.shape[3]), dtype=new.dtype)
     return room if buffer is None else mx.concatenate([buffer, room], axis=2)

@@ -11,6 +11,11 @@ from .config import TextConfig
 from .layers import Block, GeGLU, Read, RMSNorm, unweighted_norm
 
 
+# Canvas positions of a batch from which on each layer is computed before the next is laid out: a GPU lets go of temporaries
+# when they are computed, and of a large batch those of thirty layers are gigabytes. Waiting costs a small one time.
+MANY = 512
+
+
 class SelfConditioning(GeGLU):
     """Adds what the model believed one step ago (Chen, Zhang and Hinton 2022, arXiv:2208.04202) to a canvas.
 
@@ -36,4 +41,6 @@ def decode(
     """A canvas `x [B, C, D]` through all blocks; `angles` and `reads` are per block."""
     for block, turn, read in zip(blocks, angles, reads):
         x = block.decode(x, turn, read)
+        if x.shape[0] * x.shape[1] > MANY:
+            mx.eval(x)
     return x

@@ -24,6 +24,7 @@ from .errors import CheckpointError, PromptError
 ROLES = ("system", "user", "assistant", "model", "tool")
 WRITTEN_BY_MODEL = ("assistant", "model")
 TURN_TOKENS = ("<|turn>", "<turn|>")
+IMAGE_BUDGET = 280  # soft tokens an image may take where no processor config says otherwise
 Message = dict[str, Any]
 
 
@@ -43,27 +44,42 @@ class Prompt:
 class Chat:
     """The tokenizer and chat template of one checkpoint."""
 
-    def __init__(self, folder: str | Path, config: ModelConfig):
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: ModelConfig,
+        *,
+        image_budget: int = IMAGE_BUDGET,
+        template: str | None = None,
+        source: str | Path = "the tokenizer",
+    ):
+        """`tokenizer` is transformers'; `template` stands in for its own; `source` names them in messages.
+
+        CheckpointError when they do not fit the model or there is no template.
+        """
+        self.tokenizer, self.config, self.image_budget = tokenizer, config, image_budget
+        self.template = tokenizer.chat_template if template is None else template
+        if self.template is None:
+            raise CheckpointError(f"{source}: no chat template; a chat_template.jinja is needed beside the tokenizer")
+        if len(tokenizer) > config.text.vocab_size:
+            raise CheckpointError(f"{source}: the tokenizer has {len(tokenizer)} tokens, the model {config.text.vocab_size}")
+        images = tokenizer.convert_ids_to_tokens([config.image_token_id, config.boi_token_id, config.eoi_token_id])
+        self._reserved = tuple(name for name in (*TURN_TOKENS, *images) if name in tokenizer.get_added_vocab())
+
+    @classmethod
+    def open(cls, folder: str | Path, config: ModelConfig) -> Chat:
+        """The tokenizer and template in a checkpoint folder. CheckpointError names what is missing or damaged."""
         # Imported with the first checkpoint: transformers takes over a second, and `dgemma --help` needs none of it.
         from transformers import AutoTokenizer
 
-        self.config = config
         if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
             raise CheckpointError(f"{folder}: no tokenizer.json; a checkpoint folder holds its tokenizer")
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises what it likes: OSError, ValueError, KeyError, JSON errors
             reason = f"{type(error).__name__}: {_first_line(error)}"
             raise CheckpointError(f"{folder}: the tokenizer cannot be loaded ({reason})") from None
-        if self.tokenizer.chat_template is None:
-            raise CheckpointError(f"{folder}: no chat template; a chat_template.jinja is needed beside the tokenizer")
-        if len(self.tokenizer) > config.text.vocab_size:
-            raise CheckpointError(
-                f"{folder}: the tokenizer has {len(self.tokenizer)} tokens, the model {config.text.vocab_size}"
-            )
-        self.image_budget = _image_budget(Path(folder))
-        images = self.tokenizer.convert_ids_to_tokens([config.image_token_id, config.boi_token_id, config.eoi_token_id])
-        self._reserved = tuple(name for name in (*TURN_TOKENS, *images) if name in self.tokenizer.get_added_vocab())
+        return cls(tokenizer, config, image_budget=_image_budget(Path(folder)), source=folder)
 
     def prompt(self, messages: Sequence[Message], images: Sequence[Any] = (), *, budget: int | None = None) -> Prompt:
         """Token ids and images of a conversation that waits for the model's turn.
@@ -93,7 +109,9 @@ class Chat:
     def render(self, messages: Sequence[Message]) -> str:
         """The conversation as the template writes it, up to where the model's turn begins."""
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # jinja's TemplateError, or whatever a template's own code runs into
             raise PromptError(f"the chat template refuses these messages: {_first_line(error)}") from None
 
@@ -219,19 +237,23 @@ def pad(prompts: Sequence[Prompt], pad_token_id: int) -> tuple[np.ndarray, list[
     return np.array(rows, dtype=np.int32), padding
 
 
+def check_budget(budget: Any, source: str | Path) -> int:
+    """Soft tokens an image may take, as `source` has it (None: the usual); CheckpointError when no tower makes so many."""
+    if budget is not None and budget not in BUDGETS:
+        raise CheckpointError(f"{source}: max_soft_tokens is {budget!r}; allowed are {', '.join(map(str, BUDGETS))}")
+    return IMAGE_BUDGET if budget is None else budget
+
+
 def _image_budget(folder: Path) -> int:
-    """Soft tokens an image may take by default: what the checkpoint's processor config says, else 280."""
+    """What the checkpoint's processor config says of it."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (folder / name).exists():
             raw = read_json(folder / name)
             section = raw.get("image_processor") or raw
             budget = section.get("max_soft_tokens") if isinstance(section, dict) else None
-            if budget is not None and budget not in BUDGETS:
-                allowed = ", ".join(map(str, BUDGETS))
-                raise CheckpointError(f"{folder / name}: max_soft_tokens is {budget!r}; allowed are {allowed}")
             if budget is not None:
-                return budget
-    return 280
+                return check_budget(budget, folder / name)
+    return IMAGE_BUDGET
 
 
 def _check_part(part: Any, number: int) -> None:

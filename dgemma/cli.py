@@ -27,6 +27,7 @@ FLAGS = {  # the library's names in its messages -> what was typed here
     "max_redraws": "--redraws",
     "t_min": "--t-min",
     "t_max": "--t-max",
+    "shard_size": "--shard-size",
 }
 SETTINGS = {  # arguments -> settings of Pipeline.stream
     "max_tokens": "max_new_tokens",
@@ -47,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = run(argv)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return complain("interrupted", 130)
+    except KeyboardInterrupt as stop:
+        return complain(f"interrupted {stop}".rstrip(), 130)
     except BrokenPipeError:
         discard_stdout()
         return 141
@@ -130,6 +131,8 @@ def parser() -> Parser:
             'dgemma generate --image shapes.png "What is in this image?"',
             "dgemma chat",
             "dgemma info",
+            "dgemma fit --context 2000",
+            "dgemma convert demo demo-8bit --bits 8",
             "dgemma doctor",
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -140,6 +143,8 @@ def parser() -> Parser:
     add_generate(commands)
     add_chat(commands)
     add_info(commands)
+    add_fit(commands)
+    add_convert(commands)
     add_doctor(commands)
     return top
 
@@ -234,6 +239,59 @@ def add_info(commands) -> None:
     made.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def add_fit(commands) -> None:
+    """The options of `fit`."""
+    made = command(
+        commands,
+        "fit",
+        fit,
+        "say how much memory a checkpoint needs, and which prompts fit, without loading it",
+        "dgemma fit",
+        "dgemma fit demo --context 2000 --images 4 --batch 2",
+        "dgemma fit demo --context 4000 --json",
+    )
+    made.add_argument("model", metavar="MODEL", nargs="?", help="as --model of generate; default demo")
+    made.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
+    made.add_argument("--context", metavar="N", type=whole, default=1024, help="tokens of the prompt, images included; default 1024")
+    made.add_argument("--images", metavar="N", type=whole, default=0, help="pictures among them; default none")
+    made.add_argument("--image-budget", metavar="N", type=whole, choices=BUDGETS, default=280, help="soft tokens of each: %(choices)s")
+    made.add_argument("--batch", metavar="N", type=whole, default=1, help="prompts at a time; default 1")
+    made.add_argument("--chunk", metavar="N", type=whole, help="as of generate")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_convert(commands) -> None:
+    """The options of `convert`."""
+    made = command(
+        commands,
+        "convert",
+        convert,
+        "quantise a checkpoint, or bring it into another format or dtype",
+        "dgemma convert demo demo-4bit --bits 4 --group-size 32",
+        "dgemma convert demo demo-mxfp4 --mode mxfp4 --recipe uniform",
+        "dgemma convert demo demo-float32 --no-quantize --dtype float32",
+    )
+    made.add_argument("model", metavar="MODEL", help="a folder, a hub id such as google/name, or demo")
+    made.add_argument("out", metavar="OUT", help="the folder to write: whole or not at all")
+    made.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
+    group = made.add_argument_group("what is packed, and how")
+    group.add_argument("--mode", metavar="MODE", help="affine (default), mxfp4, mxfp8 or nvfp4")
+    group.add_argument("--bits", metavar="N", type=whole, help="bits of a number: 2, 3, 4 (default), 5, 6 or 8; affine only")
+    group.add_argument("--group-size", metavar="N", type=whole, help="numbers that share a scale: 32, 64 (default) or 128")
+    group.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="which parts stay at 8 bits: attention, embeddings and router (default); "
+        "the dense MLP as well (mlx-vlm); none (uniform)",
+    )
+    group.add_argument("--quantize-vision", action="store_true", help="pack the vision tower and its projections too")
+    group.add_argument("--no-quantize", action="store_true", help="pack nothing, and unpack what is packed")
+    group.add_argument("--dtype", metavar="DTYPE", help="of the rest: bfloat16, float16 or float32; default as stored")
+    group = made.add_argument_group("files")
+    group.add_argument("--shard-size", metavar="GB", type=real, default=5.0, help="the largest file, in GB; default 5")
+    group.add_argument("--overwrite", action="store_true", help="replace the checkpoint in OUT, once the new one is whole")
+
+
 def add_doctor(commands) -> None:
     """The options of `doctor`."""
     made = command(
@@ -263,6 +321,7 @@ def add_model_options(made: Parser) -> None:
         help="how the tokens of an image see each other: as in transformers (default), or as in Google's JAX code",
     )
     group.add_argument("--chunk", metavar="N", type=whole, help="prompt positions per encoder pass; fewer need less memory")
+    group.add_argument("--force", action="store_true", help="try even what dgemma fit says the memory cannot hold")
 
 
 def add_sampler_options(made: Parser) -> None:
@@ -326,6 +385,22 @@ def info(args: argparse.Namespace) -> int:
     found = module.read(args.model, args.revision)
     sys.stdout.write(render.json_line(found) if args.json else module.text(found))
     return 0
+
+
+def fit(args: argparse.Namespace) -> int:
+    """`dgemma fit`; the exit code is 2 when the job does not fit."""
+    from . import fit as module  # here, as the module's docstring says
+
+    found = module.read(args.model, args.revision, module.Job.of(args))
+    sys.stdout.write(render.json_line(found) if args.json else module.text(found))
+    return 2 if found["fits"] is False else 0
+
+
+def convert(args: argparse.Namespace) -> int:
+    """`dgemma convert`."""
+    from . import convert as module  # here, as the module's docstring says
+
+    return module.run(args)
 
 
 def doctor(args: argparse.Namespace) -> int:

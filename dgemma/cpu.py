@@ -172,13 +172,8 @@ def merge(
 @_of_float32
 def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None) -> mx.array:
     """As plain.attention; long queries go piece by piece, so that the scores stay within 64 MiB."""
-    batch, heads, length, _ = queries.shape
-    piece = max(1, PIECE // (batch * heads * keys.shape[2]))
-    parts = []
-    for i in range(0, length, piece):
-        seen = None if mask is None else mask[:, :, i : i + piece]
-        parts.append(_attend(queries[:, :, i : i + piece], keys, values, scale, seen))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    piece = max(1, PIECE // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
+    return plain.in_pieces(lambda part, seen: _attend(part, keys, values, scale, seen), queries, mask, piece)
 
 
 def _attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None) -> mx.array:

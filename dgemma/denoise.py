@@ -28,6 +28,8 @@ from .model import Cache, DiffusionGemma
 from .sampler import EntropyBound, Sampler
 from .stopping import BlockRule, StableAndConfident, cut
 
+VOCABULARY = 1 << 26  # numbers of the widest temporaries: 256 positions of the released vocabulary, 256 MiB in float32
+
 Pins = Mapping[int, int]  # position in the answer -> the token that it holds from the first step to the last
 
 
@@ -132,7 +134,7 @@ class _Canvas:
     pinned: mx.array | None  # [R, C] bool
     active: np.ndarray  # [R] bool
     steps: np.ndarray  # [R] int: steps taken
-    probabilities: mx.array | None = None  # [R, C, V] what the last step believed
+    belief: mx.array | None = None  # [R, C, D] what the last step believed, as a soft embedding
     best: tuple[np.ndarray, ...] = ()  # the newest canvases of most likely tokens, [R, C] each, for the block rule
     shown: tuple[np.ndarray, ...] | None = None  # best, entropy and accepted of each row's last step, [R, C] each
 
@@ -277,7 +279,7 @@ def _step(
     still = mx.zeros((2, length))
     uniforms = mx.stack([r.uniforms((2, length)) if a else still for r, a in zip(rows, state.active)])  # [R, 2, C]
 
-    seen = sampling.statistics(model.canvas_logits(state.tokens, caches, state.probabilities) / t)
+    seen, drawn, belief = _look(model, model.canvas_hidden(state.tokens, caches, state.belief), t, uniforms[:, 0])
     if state.pinned is not None:  # settled whatever the model believes, and no rival of the free positions
         seen = replace(
             seen,
@@ -286,13 +288,12 @@ def _step(
             confidence=mx.where(state.pinned, 0.0, seen.confidence),
         )
     accepted = options.sampler.accept(seen)
-    drawn = sampling.draw(seen.probabilities, uniforms[:, 0])
     tokens = mx.where(accepted, drawn, sampling.noise(uniforms[:, 1], vocabulary))
     if state.pinned is not None:
         tokens, accepted = mx.where(state.pinned, state.tokens, tokens), accepted | state.pinned
     active = mx.array(state.active)[:, None]
     tokens = mx.where(active, tokens, state.tokens)
-    mx.eval(tokens, seen.best, seen.entropy, accepted, seen.probabilities)
+    mx.eval(tokens, seen.best, seen.entropy, accepted, belief)
 
     shown = (np.array(seen.best).astype(np.int32), np.array(seen.entropy), np.array(accepted))
     if state.shown is not None:
@@ -306,11 +307,33 @@ def _step(
         pinned=state.pinned,
         active=state.active & ~options.rule.settled(history, shown[1]),
         steps=state.steps + state.active,
-        probabilities=seen.probabilities,
+        belief=belief,
         best=history,
         shown=shown,
     )
     return after, Step(block, number, t, tuple(row.place for row in rows), state.active, canvas, *shown)
+
+
+def _look(
+    model: DiffusionGemma, hidden: mx.array, t: float, uniforms: mx.array
+) -> tuple[sampling.Statistics, mx.array, mx.array]:
+    """All of a step that is as wide as the vocabulary: statistics, tokens drawn `[R, C]`, and the belief `[R, C, D]`.
+
+    `hidden [R, C, D]`, `uniforms [R, C]`. Some positions at a time, so that no temporary has more than VOCABULARY numbers.
+    """
+    shape, rows = hidden.shape, hidden.reshape(-1, hidden.shape[-1])  # [R C, D]
+    most = max(1, VOCABULARY // model.config.text.vocab_size)
+    pieces = []
+    for begin in range(0, len(rows), most):
+        seen = sampling.statistics(model.head(rows[begin : begin + most]) / t)
+        drawn = sampling.draw(seen.probabilities, uniforms.reshape(-1)[begin : begin + most])
+        pieces.append((seen.best, seen.entropy, seen.confidence, drawn, model.soft_embed(seen.probabilities)))
+        if len(rows) > most:  # or the next piece would begin before this one has let go of its temporaries
+            mx.eval(pieces[-1])
+    best, entropy, confidence, drawn, belief = (
+        mx.concatenate(parts).reshape(*shape[:2], *parts[0].shape[1:]) for parts in zip(*pieces)
+    )
+    return sampling.Statistics(None, best, entropy, confidence), drawn, belief
 
 
 def _finish_block(rows: list[_Row], block: int, tokens: np.ndarray, steps: np.ndarray, options: Options) -> Block:

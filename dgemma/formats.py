@@ -111,16 +111,16 @@ class Quantization:
             return cls()
         if not isinstance(raw, dict):
             raise CheckpointError(f"{source}: quantization is {raw!r}; an object is expected")
-        method = raw.get("quant_method")
-        if "bits" not in raw and "mode" not in raw:
+        method = raw.get("quant_method")  # mlx's own entries never have one; those of gptq and awq have bits as well
+        if method is not None or ("bits" not in raw and "mode" not in raw):
             raise CheckpointError(
                 f"{source}: quantised by {method or 'an unknown method'}, which mlx has no format for; "
                 "use the bf16 original or an MLX conversion of it"
             )
-        default, entries = _format(raw, Format(), f"{source}: quantization"), {}
+        default, entries = _format(raw, f"{source}: quantization"), {}
         for path, entry in raw.items():
             if isinstance(entry, dict):
-                entries[rename(path)] = _format(entry, default, f"{source}: quantization of {path}")
+                entries[rename(path)] = _format(entry, f"{source}: quantization of {path}")
             elif isinstance(entry, bool):
                 entries[rename(path)] = default if entry else None
         return cls(default, entries)
@@ -130,7 +130,7 @@ class Quantization:
         return self.entries.get(path, self.default)
 
 
-def _format(entry: Mapping[str, Any], default: Format, name: str) -> Format:
+def _format(entry: Mapping[str, Any], name: str) -> Format:
     """One entry. What it leaves out is its mode's default; an entry without a mode is affine, as mlx-vlm writes them."""
     mode, bits, group = entry.get("mode", "affine"), entry.get("bits"), entry.get("group_size")
     for value in (bits, group):

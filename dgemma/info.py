@@ -9,7 +9,7 @@ from typing import Any
 
 from . import backend, weights
 from .config import SLIDING, GenerationConfig, ModelConfig, TextConfig, VisionConfig, read_json
-from .hub import resolve
+from .hub import find
 from .render import size
 
 # The first pattern that a tensor's name meets says which part it counts for.
@@ -28,9 +28,10 @@ PARTS = (
 
 def read(model: str | Path | None = None, revision: str | None = None) -> dict[str, Any]:
     """All there is to say, ready for JSON. Raises CheckpointError."""
-    folder = resolve(model, revision)
+    found = find(model, revision)
+    folder = found.folder
     generation = GenerationConfig.read(folder)
-    opened = weights.Checkpoint.open(folder)
+    opened = weights.Checkpoint.open(folder, found.headers())
     config, files = opened.config, {tensor.file for tensor in opened.tensors.values()}
     parameters = count(opened.shapes)
     total = sum(parameters.values())
@@ -43,7 +44,8 @@ def read(model: str | Path | None = None, revision: str | None = None) -> dict[s
         "canvas_length": config.canvas_length,
         "parameters": parameters | {"total": total, "active": active(parameters, config.text)},
         "bytes": {
-            "on_disk": sum(path.stat().st_size for path in files),
+            "on_disk": sum(found.nbytes(path) for path in files),
+            "to_download": sum(found.absent.values()),
             "files": len(files),
             "in_memory": opened.nbytes_as(compute, opened.unpacks(compute)),
             "compute_dtype": str(compute).rpartition(".")[2],
@@ -168,7 +170,7 @@ def text(found: dict[str, Any]) -> str:
         ("context", f"{stack['context']:,} tokens, vocabulary {stack['vocabulary']:,}"),
         ("vision", "none: reads text only" if eyes is None else _eyes(eyes)),
         *_parameters(found["parameters"]),
-        ("on disk", f"{size(held['on_disk'])} in {held['files']} file(s), {', '.join(held['stored_dtype'])}"),
+        ("on disk", _files(held)),
         ("in memory", f"{size(held['in_memory'])} as {held['compute_dtype']}"),
         *_quantization(found["quantization"]),
         *_tokens(found["tokens"]),
@@ -176,6 +178,11 @@ def text(found: dict[str, Any]) -> str:
         ("ignored keys", ", ".join(found["ignored_config_keys"]) or "none"),
     ]
     return "".join(f"{name:<20} {value}\n" for name, value in lines)
+
+
+def _files(held: dict[str, Any]) -> str:
+    absent = f"; {size(held['to_download'])} still to be downloaded" if held["to_download"] else ""
+    return f"{size(held['on_disk'])} in {held['files']} file(s), {', '.join(held['stored_dtype'])}{absent}"
 
 
 def _eyes(eyes: dict[str, int]) -> str:

@@ -98,6 +98,7 @@ class DiffusionGemma(nn.Module):
         angles = self._angles(caches[0], ids.shape[1])
         for block, cache, layer in zip(self.layers, caches, text.layers):
             x = block.encode(x, angles[layer.kind], self._writer(cache, blocks))
+            mx.eval(x)  # a GPU lets go of temporaries when they are computed: of one layer's, not of thirty's
         return self.norm(x)
 
     def _writer(self, cache: Cache, blocks: np.ndarray | None) -> Read:
@@ -116,11 +117,14 @@ class DiffusionGemma(nn.Module):
         """
         features = list(features)
         size = max(1, CHUNK // len(ids)) if chunk is None else chunk
+        for cache in caches:
+            cache.reserve(cache.offset + ids.shape[1] + self.config.canvas_length)
         for begin, end in chunks(ids, self.config.image_token_id, size):
             part = ids[:, begin:end]
             taken, features = self._features_of(ids, begin, end, features)
             self.encode(part, taken, caches)
             mx.eval([array for cache in caches for array in (cache.keys, cache.values)])
+            mx.clear_cache()  # what mlx keeps of a chunk fits no later one: every chunk's attention is wider
 
     def _features_of(
         self, ids: np.ndarray, begin: int, end: int, features: list[mx.array]
@@ -149,11 +153,18 @@ class DiffusionGemma(nn.Module):
 
         `probabilities [B, C, V]` are what the previous step of this block believed (after temperature); None at its first.
         """
-        belief = None if probabilities is None else self._soft_embed(probabilities)
+        belief = None if probabilities is None else self.soft_embed(probabilities)
+        return self.head(self.canvas_hidden(canvas, caches, belief))
+
+    def canvas_hidden(self, canvas: mx.array, caches: Sequence[Cache], belief: mx.array | None = None) -> mx.array:
+        """The canvas pass up to the head: `[B, C, D]` of a `canvas [B, C]`; `belief [B, C, D]` is from `soft_embed`.
+
+        Head and belief are apart because they alone are as wide as the vocabulary, and may be taken some rows at a time.
+        """
         x = self.self_conditioning(self._embed(canvas), belief)
         angles = self._angles(caches[0], canvas.shape[1])
         turns = [angles[layer.kind] for layer in self.config.text.layers]
-        return self.head(self.norm(decode(self.layers, x, turns, [cache.read_block for cache in caches])))
+        return self.norm(decode(self.layers, x, turns, [cache.read_block for cache in caches]))
 
     def head(self, x: mx.array) -> mx.array:
         """Soft-capped logits `[..., V]` of hidden states `[..., D]`, through the transposed embedding."""
@@ -166,7 +177,8 @@ class DiffusionGemma(nn.Module):
     def _embed(self, ids: mx.array) -> mx.array:
         return self._scaled(self.embed_tokens(ids).astype(self.dtype))
 
-    def _soft_embed(self, probabilities: mx.array) -> mx.array:
+    def soft_embed(self, probabilities: mx.array) -> mx.array:
+        """What a step believed, as self-conditioning reads it: `probabilities [..., V]` -> `[..., D]`."""
         return self._scaled(kernels.mix(probabilities.astype(self.dtype), self.embed_tokens))
 
     def _scaled(self, x: mx.array) -> mx.array:

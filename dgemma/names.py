@@ -21,7 +21,8 @@ RENAMES = (
     (re.compile(r"^(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision)\."), r"\1."),
 )  # fmt: skip
 # Second copies of tied weights, which some writers store: the encoder's text stack and the head repeat the decoder.
-TIED = re.compile(r"^(?:model\.)?encoder\.language_model\.|^(?:language_model\.)?lm_head\.|\.rotary_emb\.")
+TIED = re.compile(r"^(?:language_model\.)?(?:model\.)?encoder\.language_model\.|^(?:language_model\.)?lm_head\.")
+ROTARY = ".rotary_emb."  # angles, which are computed here
 EYES = ("vision_tower.", "embed_vision.")
 EXPERT = re.compile(r"^(.*\.experts)\.(?:(\d+)\.)?(gate_up|gate|up|down)_proj(?:\.(weight|scales|biases))?$")
 
@@ -51,6 +52,13 @@ def ours(name: str) -> str:
     return name
 
 
+def module(path: str) -> str:
+    """Our path of a stored module, as config.json's quantization names it; an expert's or a half's is the whole stack's."""
+    renamed = ours(path)
+    expert = EXPERT.match(renamed)
+    return f"{expert[1]}.{'down' if expert[3] == 'down' else 'gate_up'}_proj" if expert else renamed
+
+
 def stored(name: str) -> str:
     """The name that Hugging Face's files give our tensor `name`: what messages say, and what convert writes."""
     if name.startswith(EYES):
@@ -65,7 +73,7 @@ def recipes(names: Iterable[str]) -> dict[str, Recipe]:
     halves: dict[str, dict[tuple[str, int | None], str]] = {}  # ours -> (gate, up or whole; expert) -> stored
     for name in names:
         new = ours(name)
-        if new == name and TIED.search(name):
+        if ROTARY in name or (new == name and TIED.search(name)):
             continue
         expert = EXPERT.match(new)
         if expert is None:
@@ -75,7 +83,10 @@ def recipes(names: Iterable[str]) -> dict[str, Recipe]:
             continue
         stack, number, kind, part = expert.groups()
         target = f"{stack}.{'down' if kind == 'down' else 'gate_up'}_proj.{part or 'weight'}"
-        halves.setdefault(target, {})[kind, None if number is None else int(number)] = name
+        pieces, piece = halves.setdefault(target, {}), (kind, None if number is None else int(number))
+        if piece in pieces:
+            raise CheckpointError(f"tensors {pieces[piece]} and {name} are the same weight")
+        pieces[piece] = name
     return found | {target: _joined(target, pieces) for target, pieces in halves.items()}
 
 

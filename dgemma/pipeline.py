@@ -9,21 +9,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from . import weights
+from . import backend, interoperation, weights
 from .chat import Chat, Message, Prompt, TextStream, conversation, pad
 from .config import GenerationConfig
 from .denoise import Block, Done, Options, Pins, Prefilled, Step, denoise
 from .errors import OptionError, PromptError
-from .hub import resolve
+from .hub import Found, find
 from .model import DiffusionGemma
 from .sampler import ConfidenceThreshold, EntropyBound
 from .stopping import StableAndConfident
@@ -109,14 +110,31 @@ class Pipeline:
         `image_attention` is how the tokens of an image see each other: "encoder-window" as in transformers, or
         "bidirectional" as in Google's JAX code. `dtype` defaults to float32 on a CPU and the stored one on a GPU.
         """
-        began = time.perf_counter()
-        folder = resolve(checkpoint, revision)
-        opened = weights.Checkpoint.open(folder)
-        chat = Chat(folder, opened.config)
+        unloaded = Unloaded(find(checkpoint, revision))
+        unloaded.check(image_attention, dtype)
+        unloaded.fetch()
         with _bar(str(checkpoint or "demo")) as progress:
-            model = weights.load(opened, image_attention, dtype, progress)
-        options = Options.of(GenerationConfig.read(folder))
-        return cls(model, chat, options, time.perf_counter() - began)
+            return unloaded.load(image_attention, dtype, progress)
+
+    @classmethod
+    def from_mlx_vlm(
+        cls,
+        model: Any,
+        processor: Any,
+        *,
+        generation_config: Mapping[str, Any] | None = None,
+        image_attention: str = "encoder-window",
+    ) -> Pipeline:
+        """Drive a DiffusionGemma that mlx-vlm has loaded: `model, processor = mlx_vlm.load(...)`.
+
+        The weights are mlx-vlm's own arrays, shared and not copied, packed ones as they are; answers are those of
+        from_pretrained with the same folder. On a CPU the floats must be float32: `model.set_dtype(mx.float32)`.
+        `generation_config` holds keys of a generation_config.json that replace those that mlx-vlm kept. Import dgemma
+        before mlx_vlm, so that a fast BLAS serves both. OptionError when these are not mlx-vlm's.
+        """
+        ours = interoperation.adopt(model, image_attention)
+        chat = interoperation.read_chat(processor, ours.config)
+        return cls(ours, chat, Options.of(interoperation.read_generation(model, generation_config)))
 
     def __call__(self, prompt: Any, images: Any = None, **settings: Any) -> Answer | list[Answer]:
         """Answer a prompt (a string or messages), or a list of prompts as one batch.
@@ -143,28 +161,7 @@ class Pipeline:
 
         Input is checked before the first event; closing the iterator stops between two steps.
         """
-        request = self._request(prompt, images, settings)
-        return self._run(request)
-
-    def _request(self, prompt: Any, images: Any, settings: dict[str, Any]) -> _Request:
-        batch = _is_batch(prompt)
-        prompts = list(prompt) if batch else [prompt]
-        pictures = _per_prompt(images, len(prompts), batch)
-        budget = settings.pop("image_budget", None)
-        request = _Request.of(self.options, len(prompts), batch, settings)
-        read = [
-            self.chat.prompt(conversation(one, sources), sources, budget=budget)
-            for one, sources in zip(prompts, pictures)
-        ]
-        longest = max(len(one.ids) for one in read)
-        limit, length = self.model.config.text.max_position_embeddings, self.model.config.canvas_length
-        room = -(-request.options.max_new_tokens // length) * length
-        if longest + room > limit:
-            raise PromptError(
-                f"the prompt has {longest} tokens and the answer may take {room}; the context is {limit}: "
-                "shorten the prompt, or lower max_new_tokens or the image budget"
-            )
-        return replace(request, prompts=tuple(read))
+        return self._run(_Request.read(self, prompt, images, settings))
 
     def _run(self, request: _Request) -> Iterator[Event]:
         mx.reset_peak_memory()
@@ -216,16 +213,84 @@ class Pipeline:
         )
 
 
+class Unloaded:
+    """A checkpoint before its weights: all that can be checked without them is, so that a mistake costs no download."""
+
+    def __init__(self, found: Found):
+        self.found, self.options = found, Options.of(GenerationConfig.read(found.folder))
+        self._began = time.perf_counter()
+
+    @cached_property
+    def opened(self) -> weights.Checkpoint:
+        """Config and headers, checked."""
+        return weights.Checkpoint.open(self.found.folder, self.found.headers())
+
+    @cached_property
+    def chat(self) -> Chat:
+        """Tokenizer and template."""
+        return Chat.open(self.found.folder, self.opened.config)
+
+    def check(self, image_attention: str = "encoder-window", dtype: mx.Dtype | None = None) -> None:
+        """Raise what loading would raise, but for the weights' own bytes."""
+        weights.check_dtype(dtype or backend.activation_dtype(self.opened.dtype))
+        DiffusionGemma(self.opened.config, image_attention)  # arrays are lazy: this costs nothing
+        _ = self.chat
+
+    def check_request(self, prompt: Any, images: Any = None, **settings: Any) -> tuple[Prompt, ...]:
+        """Raise what Pipeline.stream would raise for these; returns the prompts as the model will read them."""
+        return _Request.read(self, prompt, images, settings).prompts
+
+    def check_settings(self, settings: dict[str, Any]) -> None:
+        """Raise what Pipeline.stream would raise for these settings, whatever the prompt."""
+        _Request.of(self.options, 1, False, {name: value for name, value in settings.items() if name != "image_budget"})
+
+    def fetch(self) -> None:
+        """Fetch the weights, if they are still on the hub; a download shows its own progress on a terminal's stderr."""
+        if self.found.absent:
+            self.found = Found(folder=self.found.fetch())
+            self.opened = weights.Checkpoint.open(self.found.folder)
+
+    def load(
+        self,
+        image_attention: str = "encoder-window",
+        dtype: mx.Dtype | None = None,
+        progress: weights.Progress | None = None,
+    ) -> Pipeline:
+        """The loaded pipeline."""
+        self.fetch()
+        model = weights.load(self.opened, image_attention, dtype, progress)
+        return Pipeline(model, self.chat, self.options, time.perf_counter() - self._began)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Request:
     """One call, checked: prompts read, options resolved, everything one entry a row."""
 
-    prompts: tuple[Prompt, ...] = ()
+    prompts: tuple[Prompt, ...] = ()  # read when all else has been checked
     options: Options
     seeds: tuple[int, ...]
     chunk: int | None
     canvas: np.ndarray | None
     pins: tuple[Pins, ...] | None
+
+    @classmethod
+    def read(cls, of: Pipeline | Unloaded, prompt: Any, images: Any, settings: dict[str, Any]) -> _Request:
+        """A call, its settings over the checkpoint's options; PromptError, ImageError, OptionError."""
+        rest, batch = dict(settings), _is_batch(prompt)
+        prompts = list(prompt) if batch else [prompt]
+        pictures = _per_prompt(images, len(prompts), batch)
+        budget = rest.pop("image_budget", None)
+        request = cls.of(of.options, len(prompts), batch, rest)
+        chat = of.chat
+        read = [chat.prompt(conversation(one, own), own, budget=budget) for one, own in zip(prompts, pictures)]
+        longest, limit = max(len(one.ids) for one in read), chat.config.text.max_position_embeddings
+        room = -(-request.options.max_new_tokens // chat.config.canvas_length) * chat.config.canvas_length
+        if longest + room > limit:
+            raise PromptError(
+                f"the prompt has {longest} tokens and the answer may take {room}; the context is {limit}: "
+                "shorten the prompt, or lower max_new_tokens or the image budget"
+            )
+        return replace(request, prompts=tuple(read))
 
     @classmethod
     def of(cls, options: Options, rows: int, batch: bool, settings: dict[str, Any]) -> _Request:

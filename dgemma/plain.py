@@ -6,12 +6,16 @@ inner width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 
 # mlx 0.32.4's CUDA build multiplies wrong rows when gather_mm is told that its indices are sorted (every result off by its
 # own size; measured on an H200 in float32 and bfloat16). Untold, it is right. Metal and the CPU are right either way.
 SORTED = not mx.cuda.is_available()
+
+SCORES = 1 << 26  # attention scores of one piece, 128 MiB in bfloat16
 
 Angles = tuple[mx.array, mx.array]  # cosine and signed sine: see dgemma.attention.rope
 
@@ -63,8 +67,31 @@ def heads(
 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None) -> mx.array:
-    """Softmax attention: queries `[B, H, L, E]`, keys and values `[B, K, T, E]`, mask `[B or 1, 1, L, T]` or None."""
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    """Softmax attention: queries `[B, H, L, E]`, keys and values `[B, K, T, E]`, mask `[B or 1, 1, L, T]` or None.
+
+    Long queries go piece by piece: heads of 256 and 512 are too wide for mlx's fused kernels, and what runs then holds all
+    scores of a call at once.
+    """
+    piece = max(1, SCORES // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
+
+    def attend(part: mx.array, seen: mx.array | None) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(part, keys, values, scale=scale, mask=seen)
+
+    return in_pieces(attend, queries, mask, piece)
+
+
+def in_pieces(
+    attend: Callable[[mx.array, mx.array | None], mx.array], queries: mx.array, mask: mx.array | None, piece: int
+) -> mx.array:
+    """`attend(queries, mask)` for at most `piece` positions of the queries at a time, joined."""
+    length = queries.shape[2]
+    if length <= piece:
+        return attend(queries, mask)
+    parts = []
+    for i in range(0, length, piece):
+        parts.append(attend(queries[:, :, i : i + piece], None if mask is None else mask[:, :, i : i + piece]))
+        mx.eval(parts[-1])  # or mlx would lay out the scores of all pieces before it works on the first
+    return mx.concatenate(parts, axis=2)
 
 
 def add_normed(x: mx.array, branch: mx.array, weight: mx.array, eps: float) -> mx.array:

@@ -20,7 +20,7 @@ from .errors import OptionError
 class Statistics:
     """What the model believes about each position, after temperature."""
 
-    probabilities: mx.array  # [B, C, V] float32
+    probabilities: mx.array | None  # [B, C, V] float32; None once they have been used, for samplers judge without them
     best: mx.array  # [B, C] the most likely token
     entropy: mx.array  # [B, C] float32, nats
     confidence: mx.array  # [B, C] float32, the probability of `best`

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .config import read_json
 from .errors import CheckpointError
@@ -25,6 +27,7 @@ UNREAD = {
     ".pth": "a pickle, which may run code of its own when it is read",
     ".gguf": "GGUF, which is not read",
 }
+Headers = Mapping[str, dict[str, Any]]  # names of files that are not in the folder -> their headers
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,20 @@ class Tensor:
         return math.prod(self.shape) * SIZES.get(self.dtype, 1)
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint folder by its stored name; CheckpointError names the file or tensor at fault."""
+def tensors(folder: Path, headers: Headers | None = None) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint folder by its stored name; CheckpointError names the file or tensor at fault.
+
+    `headers` are those of files that are still to come into the folder (hub.Found.headers).
+    """
+    headers = headers or {}
     found: dict[str, Tensor] = {}
     origins: dict[str, str] = {}
-    for path in shards(folder):
-        header = check_file(path)
+    for path in shards(folder, headers):
+        header = headers.get(path.relative_to(folder).as_posix())
+        if header is None:
+            header = check_file(path)
+        else:
+            check_header(header, path)
         origin = (header.get("__metadata__") or {}).get("dgemma")
         if origin:
             origins.setdefault(origin, path.name)
@@ -63,24 +74,28 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those that the index names, else all; each must exist."""
-    index = folder / INDEX
+def shards(folder: Path, coming: Collection[str] = ()) -> list[Path]:
+    """The safetensors files of a checkpoint: those that the index names, else all.
+
+    Each must exist, in the folder or among `coming`, the names (relative to it) of files that are still to be fetched.
+    """
+    index, here = folder / INDEX, [folder / name for name in coming if "/" not in name]
     if index.exists():
         named = sorted(set(_weight_map(index).values()))
         for name in named:
             if Path(name).name != name or "\\" in name:
                 raise CheckpointError(f"{index}: {name!r} points outside the checkpoint folder")
-            if not (folder / name).is_file():
+            if name not in coming and not (folder / name).is_file():
                 raise CheckpointError(f"{folder}: shard {name} is missing; the index lists {len(named)} files")
         paths = [folder / name for name in named]
     else:
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = sorted({*folder.glob("*.safetensors"), *(path for path in here if path.suffix == ".safetensors")})
     if not paths:
-        other = sorted(path for path in folder.glob("*") if path.suffix in UNREAD)
+        other = sorted(path for path in {*folder.glob("*"), *here} if path.suffix in UNREAD)
         hint = f"; {other[0].name} is {UNREAD[other[0].suffix]}: convert it to safetensors" if other else ""
         raise CheckpointError(f"{folder}: no *.safetensors file{hint}")
-    return paths + [folder / name for name in SIDECARS if (folder / name).is_file() and folder / name not in paths]
+    beside = [name for name in SIDECARS if name in coming or (folder / name).is_file()]
+    return paths + [folder / name for name in beside if folder / name not in paths]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -111,10 +126,20 @@ def _check_index(folder: Path, found: dict[str, Tensor]) -> None:
             )
 
 
-def check_file(path: Path) -> dict:
+def check_file(path: Path) -> dict[str, Any]:
     """The header of a safetensors file; refuses one that is cut short or damaged, before mlx maps it."""
     header = read_header(path)
     size = path.stat().st_size
+    needed = check_header(header, path)
+    with path.open("rb") as file:
+        start = 8 + struct.unpack("<Q", file.read(8))[0]
+    if size < start + needed:
+        raise CheckpointError(f"{path}: truncated, {size:,} of {start + needed:,} bytes; download it again")
+    return header
+
+
+def check_header(header: dict[str, Any], path: Path) -> int:
+    """The bytes of data that a header speaks of; CheckpointError when it contradicts itself."""
     try:
         entries = [entry for name, entry in header.items() if name != "__metadata__"]
         ends = [int(entry["data_offsets"][1]) for entry in entries]
@@ -124,15 +149,10 @@ def check_file(path: Path) -> dict:
         raise CheckpointError(f"{path}: damaged header; download it again") from None
     if any(have != need and need for have, need in zip(lengths, shapes)):
         raise CheckpointError(f"{path}: damaged header (sizes and shapes differ); download it again")
-    needed = max(ends, default=0)
-    with path.open("rb") as file:
-        start = 8 + struct.unpack("<Q", file.read(8))[0]
-    if size < start + needed:
-        raise CheckpointError(f"{path}: truncated, {size:,} of {start + needed:,} bytes; download it again")
-    return header
+    return max(ends, default=0)
 
 
-def read_header(path: Path) -> dict:
+def read_header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file: tensor name -> dtype, shape, data_offsets."""
     try:
         size = path.stat().st_size

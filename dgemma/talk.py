@@ -11,23 +11,20 @@ import shlex
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dgemma.vision import load_image
 
-from . import backend, render, weights
-from .chat import Chat, Message, conversation
-from .config import GenerationConfig
-from .denoise import Options
+from . import backend, fit, render
+from .chat import Message, Prompt, conversation
 from .errors import OutputError, PromptError, UserError
-from .hub import resolve
-from .pipeline import Event, Finished, Pipeline, with_settings
+from .hub import find
+from .pipeline import Event, Finished, Pipeline, Unloaded
 from .terminal import Progress, Speaker, Transcript, Watch, show
 
 Settings = dict[str, Any]
-NOT_OPTIONS = ("seed", "image_budget", "chunk")  # settings of a stream that are no sampling options
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
@@ -41,20 +38,21 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
     messages = begin(args.system) + conversation(text, args.image)
     images = [home(path) for path in args.image]
     transcript, speaker = Transcript(args.seed), Speaker(wanted=not (args.json or args.output))
-    interrupted = False
+    interrupted = ""
     try:
         with Progress(wanted=not args.quiet) as progress:
-            chat, finish = prepare(args, settings, progress)
-            image_tokens = chat.prompt(messages, images, budget=args.image_budget).image_tokens
-            pipe = finish()
-            transcript = Transcript(args.seed, pipe.load_seconds, image_tokens)
+            unloaded = prepare(args, progress)
+            (prompt,) = unloaded.check_request(messages, images, **settings)
+            job = job_of(prompt, settings.get("max_new_tokens", unloaded.options.max_new_tokens), args.chunk)
+            pipe = load(unloaded, args, progress, job)
+            transcript = Transcript(args.seed, pipe.load_seconds, prompt.image_tokens)
             watch = watcher(pipe, settings) if args.watch else None
             show(pipe.stream(messages, images, **settings), transcript, speaker, progress, watch)
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as stop:
+        interrupted = str(stop) or transcript.where  # a download says where it was
     deliver(args, transcript)
     if interrupted:
-        print(f"dgemma: interrupted {transcript.where}", file=sys.stderr)
+        print(f"dgemma: interrupted {interrupted}", file=sys.stderr)
     elif args.stats or (sys.stderr.isatty() and not args.quiet and not args.json):
         print(render.stats(transcript.answer()), file=sys.stderr)
     return 130 if interrupted else 0
@@ -74,21 +72,34 @@ def deliver(args: argparse.Namespace, transcript: Transcript) -> None:
         sys.stdout.flush()
 
 
-def prepare(args: argparse.Namespace, settings: Settings, progress: Progress) -> tuple[Chat, Callable[[], Pipeline]]:
-    """The checkpoint's chat, its options checked; and what loads the weights after that."""
-    began = time.perf_counter()
-    folder = resolve(args.model, args.revision)  # a download shows its own progress
+def prepare(args: argparse.Namespace, progress: Progress) -> Unloaded:
+    """The checkpoint before its weights."""
+    if args.quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    found = find(args.model, args.revision)  # what is fetched shows its own progress
     progress.now(f"loading {args.model or 'demo'}")
-    options = Options.of(GenerationConfig.read(folder))
-    with_settings(options, {name: value for name, value in settings.items() if name not in NOT_OPTIONS})
-    opened = weights.Checkpoint.open(folder)
-    chat = Chat(folder, opened.config)
+    return Unloaded(found)
 
-    def finish() -> Pipeline:
-        model = weights.load(opened, args.image_attention, progress=progress.share(f"loading {args.model or 'demo'}"))
-        return Pipeline(model, chat, options, time.perf_counter() - began)
 
-    return chat, finish
+def job_of(prompt: Prompt, new_tokens: int, chunk: int | None) -> fit.Job:
+    """What answering a prompt asks of the memory."""
+    largest = max((image.soft_tokens for image in prompt.images), default=1)
+    return fit.Job(
+        context=len(prompt.ids) + new_tokens, images=len(prompt.images), image_tokens=largest, batch=1, chunk=chunk
+    )
+
+
+def load(unloaded: Unloaded, args: argparse.Namespace, progress: Progress, job: fit.Job) -> Pipeline:
+    """The pipeline, its weights fetched and read, if the memory can hold it and the job."""
+    unloaded.check(args.image_attention)
+    if not args.force:
+        fit.check(unloaded.opened, job)
+    if unloaded.found.absent:
+        progress.hide()  # the download has a line of its own
+        unloaded.fetch()
+    label = f"loading {args.model or 'demo'}"
+    progress.now(label)
+    return unloaded.load(args.image_attention, progress=progress.share(label))
 
 
 def watcher(pipe: Pipeline, settings: Settings) -> Watch:
@@ -229,8 +240,10 @@ class Conversation:
 def chat(args: argparse.Namespace, settings: Settings) -> int:
     """Talk until the input ends; returns the exit code: 2 when a script's line was refused."""
     with Progress(wanted=not args.quiet) as progress:
-        _, finish = prepare(args, settings, progress)
-        talk = Conversation(finish(), settings, args.system)
+        unloaded = prepare(args, progress)
+        unloaded.check_settings(settings)
+        job = fit.Job(context=unloaded.opened.config.canvas_length, chunk=args.chunk)  # a turn is as long as it will be
+        talk = Conversation(load(unloaded, args, progress, job), settings, args.system)
     live = sys.stdin.isatty()
     if live:
         print(f"{args.model or 'demo'} on {backend.device_name()}. /help lists the commands.", file=sys.stderr)

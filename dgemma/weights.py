@@ -20,8 +20,8 @@ from .errors import CheckpointError, OptionError
 from .formats import Format, Quantization
 from .matrices import PACKED
 from .model import DiffusionGemma
-from .names import EYES, Recipe, ours, recipes, stored
-from .stored import Tensor, tensors
+from .names import EYES, Recipe, module, recipes, stored
+from .stored import Headers, Tensor, tensors
 
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 BATCH = 1 << 26  # bytes of small tensors that are read in one go
@@ -42,16 +42,26 @@ class Checkpoint:
     formats: dict[str, Format]  # our module paths -> how their matrix is packed
 
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
-        """Read config and headers. CheckpointError names the file, the tensor or the key at fault."""
+    def open(cls, folder: str | Path, headers: Headers | None = None) -> Checkpoint:
+        """Read config and headers. CheckpointError names the file, the tensor or the key at fault.
+
+        `headers` are those of files that are not in the folder yet (hub.Found.headers): all but `read` works without them.
+        """
         folder = Path(folder)
         config = ModelConfig.read(folder)
-        found = tensors(folder)
-        made = recipes(found)
+        quantization = Quantization.of(config.quantization, module, str(folder / "config.json"))
+        return cls.of(folder, config, tensors(folder, headers), quantization)
+
+    @classmethod
+    def of(cls, folder: Path, config: ModelConfig, found: dict[str, Tensor], quantization: Quantization) -> Checkpoint:
+        """The checkpoint of these tensors, checked. CheckpointError names the first that does not fit."""
+        try:
+            made = recipes(found)
+        except CheckpointError as error:  # names alone do not tell whose they are
+            raise CheckpointError(f"{folder}: {error}") from None
         if config.vision is not None and not any(name.startswith(EYES) for name in made):
             config = replace(config, vision=None)  # a conversion that left the eyes out: it reads text
         opened = cls(folder=folder, config=config, tensors=found, recipes=made, shapes=shapes(config), formats={})
-        quantization = Quantization.of(config.quantization, ours, str(folder / "config.json"))
         opened._check(quantization)
         return opened
 
@@ -104,15 +114,18 @@ class Checkpoint:
             self._fail(f"tensor {first} has no place in this model ({len(extra)} such in all)")
 
     def _check_plain(self, name: str, shape: tuple[int, ...]) -> None:
+        for one in self.recipes[name].names if name in self.recipes else ():
+            if self.tensors[one].dtype == "U32":
+                self._fail(f"tensor {one} is quantised, but its scales are missing")
         self._check_shape(name, shape, "config.json asks for")
         for one in self.recipes[name].names:
             tensor = self.tensors[one]
-            if tensor.dtype == "U32":
-                self._fail(f"tensor {one} is quantised, but its scales are missing")
             if tensor.dtype not in DTYPES:
                 self._fail(f"tensor {one} is {tensor.dtype}; unquantised weights are {', '.join(DTYPES)}")
 
     def _check_packed(self, path: str, fmt: Format, shape: tuple[int, ...]) -> None:
+        if len(shape) < 2:
+            self._fail(f"tensor {stored(path)}.weight is quantised; only matrices are")
         if not fmt.fits(shape):
             self._fail(f"{stored(path)} is {shape[-1]} wide, which {fmt} does not divide; config.json's quantization is wrong")
         for part, packed in fmt.shapes(shape).items():

@@ -161,9 +161,9 @@ def test_a_seed_canvas_is_where_the_first_block_begins(model):
     seen = []
 
     class Spy(type(model)):
-        def canvas_logits(self, tokens, caches, probabilities=None):
+        def canvas_hidden(self, tokens, caches, belief=None):
             seen.append(np.array(tokens))
-            return super().canvas_logits(tokens, caches, probabilities)
+            return super().canvas_hidden(tokens, caches, belief)
 
     model.__class__, kept = Spy, model.__class__
     try:

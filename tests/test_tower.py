@@ -10,6 +10,8 @@ from mlx.utils import tree_flatten
 
 from dgemma.config import VisionConfig
 from dgemma.errors import ImageError
+from dgemma.formats import Format
+from dgemma.matrices import PackedLinear
 from dgemma.vision import VisionTower
 from dgemma.vision.tower import ClippableLinear, axial_angles, rotate
 
@@ -225,6 +227,36 @@ def test_a_quantised_patch_projection_still_sees_the_pixels():
     assert got.dtype == mx.float32
     assert float(mx.abs(got - plain).max()) < 0.05 * float(mx.abs(plain).max())
     assert float(mx.abs(got - tower(dark, places)).max()) > 0.2 * float(mx.abs(plain).max())
+
+
+def gradient(columns: int, rows: int, side: int) -> np.ndarray:
+    """Patches [N, 3 side²] of a picture that grows lighter from left to right, 0.1 to 0.9, and is the same in each row."""
+    line = np.linspace(0.1, 0.9, columns * side, dtype=np.float32).reshape(columns, 1, side, 1)
+    patches = np.broadcast_to(line, (columns, side, side, 3)).reshape(columns, -1)  # [columns, side * side * 3]
+    return np.tile(patches, (rows, 1))
+
+
+@pytest.mark.parametrize("bits, close", [(8, 0.01), (4, 0.15)])
+@pytest.mark.parametrize("layers", [0, 2])
+def test_a_quantised_patch_projection_sees_a_gradient(bits, close, layers):
+    """mlx-vlm casts patches to the dtype of the projection's weight; packed, that is uint32, and shades become 0: grey."""
+    config = replace(CONFIG, patch_size=8, num_hidden_layers=layers)
+    weights, places = weights_for(config), positions(18, 3)
+    tower, pixels = tower_with(config, weights), gradient(18, 3, 8)
+    grey = np.full_like(pixels, 0.5)
+    seen, plain_grey = (np.array(tower(mx.array(picture), places)) for picture in (pixels, grey))
+
+    projection, format = tower.patch_embedder.input_proj.weight, Format(bits=bits, group_size=32)
+    tower.patch_embedder.input_proj = packed = PackedLinear(projection.shape, format)
+    packed.load_weights(list(format.pack(projection).items()))
+    assert packed.weight.dtype == mx.uint32
+    found, found_grey = (np.array(tower(mx.array(picture), places)) for picture in (pixels, grey))
+
+    strength = np.abs(seen - plain_grey).max()
+    assert np.abs(found - seen).max() < close * strength
+    signal = found - found_grey  # of each column of soft tokens, dark to light
+    assert np.abs(signal[[0, -1]]).max(axis=-1).min() > 0.5 * strength
+    assert np.abs(np.diff(signal, axis=0)).max(axis=-1).min() > 0.2 * strength
 
 
 def test_large_activations_survive_float16():

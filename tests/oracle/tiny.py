@@ -113,6 +113,14 @@ CONFIGS = {
     ),
     # no tower
     "text": _config("sfsf", window=12, hidden=48, vision=None),
+    # every width a multiple of 128, so that every quantised format fits (oracle/formats.py)
+    "packable": _config(
+        "ssf", window=12, hidden=128, intermediate_size=128, moe_intermediate_size=128, head_dim=32,
+        vision=_vision(
+            hidden_size=128, intermediate_size=128, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+        ),
+    ),
 }  # fmt: skip
 
 # How strongly a layer speaks against the residual stream, and how far apart the embeddings lie. Together they decide
