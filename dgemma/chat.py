@@ -1,6 +1,6 @@
 """Words to token ids and back: tokenizer, chat template, image places, text that grows block by block.
 
-The template and the tokenizer are the checkpoint's own, applied by transformers. Messages have transformers' form; the
+The template and the tokenizer are the checkpoint's own, applied as transformers does (dgemma.words). Messages have transformers' form; the
 content of a message is a string or a list of parts:
 
     [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]}]
@@ -18,6 +18,7 @@ import numpy as np
 
 from dgemma.vision import BUDGETS, Patches, preprocess
 
+from . import words
 from .config import ModelConfig, read_json
 from .errors import CheckpointError, PromptError
 
@@ -53,7 +54,7 @@ class Chat:
         template: str | None = None,
         source: str | Path = "the tokenizer",
     ):
-        """`tokenizer` is transformers'; `template` stands in for its own; `source` names them in messages.
+        """`tokenizer` is a dgemma.words.Words or transformers'; `template` stands in for its own; `source` names them in messages.
 
         CheckpointError when they do not fit the model or there is no template.
         """
@@ -69,13 +70,12 @@ class Chat:
     @classmethod
     def open(cls, folder: str | Path, config: ModelConfig) -> Chat:
         """The tokenizer and template in a checkpoint folder. CheckpointError names what is missing or damaged."""
-        # Imported with the first checkpoint: transformers takes over a second, and `dgemma --help` needs none of it.
-        from transformers import AutoTokenizer
-
         if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
             raise CheckpointError(f"{folder}: no tokenizer.json; a checkpoint folder holds its tokenizer")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = words.load(Path(folder))
+        except CheckpointError:
+            raise
         except Exception as error:  # transformers raises what it likes: OSError, ValueError, KeyError, JSON errors
             reason = f"{type(error).__name__}: {_first_line(error)}"
             raise CheckpointError(f"{folder}: the tokenizer cannot be loaded ({reason})") from None

@@ -8,6 +8,7 @@ v1.0, one scale for 32) or times a float8 (nvfp4, one for 16).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,31 +23,34 @@ BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what affine may choose
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One way of packing: mode, bits a value, values that share a scale."""
+    """One way of packing: mode, bits a value, values that share a scale. OptionError when mlx packs nothing so."""
 
     mode: str = "affine"
     bits: int = 4
     group_size: int = 64
 
+    def __post_init__(self) -> None:
+        if self.mode not in DEFAULTS:
+            raise OptionError(f"quantisation mode is {self.mode!r}; allowed: {', '.join(DEFAULTS)}")
+        if self.mode != "affine":
+            bits, group = DEFAULTS[self.mode]
+            if (self.bits, self.group_size) != (bits, group):
+                raise OptionError(f"{self.mode} has {bits} bits in groups of {group}, not {self.bits} in {self.group_size}")
+        elif self.bits not in BITS or self.group_size not in GROUPS:
+            raise OptionError(
+                f"{self.bits} bits in groups of {self.group_size}; "
+                f"affine has {', '.join(map(str, BITS))} bits in groups of {', '.join(map(str, GROUPS))}"
+            )
+
     @classmethod
     def of(cls, mode: str = "affine", bits: int | None = None, group_size: int | None = None) -> Format:
-        """The format, what is None being the mode's usual; OptionError when mlx packs nothing so."""
-        if mode not in DEFAULTS:
-            raise OptionError(f"quantisation mode is {mode!r}; allowed: {', '.join(DEFAULTS)}")
-        usual = DEFAULTS[mode]
-        found = cls(
+        """The format, what is None being the mode's usual."""
+        usual = DEFAULTS.get(mode, (None, None))
+        return cls(
             mode=mode,
             bits=usual[0] if bits is None else bits,
             group_size=usual[1] if group_size is None else group_size,
         )
-        if mode == "affine" and (found.bits not in BITS or found.group_size not in GROUPS):
-            raise OptionError(
-                f"{found.bits} bits in groups of {found.group_size}; "
-                f"affine has {', '.join(map(str, BITS))} bits in groups of {', '.join(map(str, GROUPS))}"
-            )
-        if mode != "affine" and (found.bits, found.group_size) != usual:
-            raise OptionError(f"{mode} has {usual[0]} bits in groups of {usual[1]}, not {found.bits} in {found.group_size}")
-        return found
 
     def __str__(self) -> str:
         return f"{self.bits} bit, groups of {self.group_size}" if self.mode == "affine" else self.mode
@@ -73,7 +77,7 @@ class Format:
 
     def nbytes(self, shape: tuple[int, ...], scale_bytes: int = 2) -> int:
         """Bytes of a packed matrix of `shape`, affine scales taking `scale_bytes` each."""
-        sizes = {name: _count(of) for name, of in self.shapes(shape).items()}
+        sizes = {name: math.prod(of) for name, of in self.shapes(shape).items()}
         each = scale_bytes if self.mode == "affine" else 1
         return 4 * sizes["weight"] + each * (sizes["scales"] + sizes.get("biases", 0))
 
@@ -90,13 +94,6 @@ class Format:
         return mx.dequantize(parts["weight"], scales, **self.settings, dtype=dtype)
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 @dataclass(frozen=True)
 class Quantization:
     """The `quantization` of a config.json: a default, and entries for single modules (None: not quantised)."""
@@ -110,11 +107,11 @@ class Quantization:
         if raw is None:
             return cls()
         if not isinstance(raw, dict):
-            raise CheckpointError(f"{source}: quantization is {raw!r}; an object is expected")
+            raise CheckpointError(f"{source}: quantization: a JSON object is expected, found {type(raw).__name__}")
         method = raw.get("quant_method")  # mlx's own entries never have one; those of gptq and awq have bits as well
         if method is not None or ("bits" not in raw and "mode" not in raw):
             raise CheckpointError(
-                f"{source}: quantised by {method or 'an unknown method'}, which mlx has no format for; "
+                f"{source}: quantised by {method if isinstance(method, str) else 'an unknown method'}, which mlx has no format for; "
                 "use the bf16 original or an MLX conversion of it"
             )
         default, entries = _format(raw, f"{source}: quantization"), {}

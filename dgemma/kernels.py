@@ -1,7 +1,7 @@
 """Which formulation runs: the few operations that are written once per backend, chosen here and nowhere else.
 
-`plain` is mlx as its authors tune it, and runs on GPUs. `cpu` serves mlx's CPU backend. The environment variable
-DGEMMA_KERNELS=plain|cpu overrides the choice, to measure one against the other. The choice is made once, for mlx's default
+`plain` is mlx as its authors tune it, and runs on Apple GPUs. `cpu` and `cuda` serve mlx's other backends. The environment variable
+DGEMMA_KERNELS=plain|cpu|cuda overrides the choice, to measure one against the other. The choice is made once, for mlx's default
 device at import.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 
-from . import backend, cpu, plain
+import mlx.core as mx
+
+from . import backend, cpu, cuda, plain
 
 VARIABLE = "DGEMMA_KERNELS"
-CHOICES = {"plain": plain, "cpu": cpu}
+CHOICES = {"plain": plain, "cpu": cpu, "cuda": cuda}
 
-name = os.environ.get(VARIABLE) or ("plain" if backend.is_gpu() else "cpu")
+name = os.environ.get(VARIABLE) or ("cpu" if not backend.is_gpu() else "cuda" if mx.cuda.is_available() else "plain")
 if name not in CHOICES:
     raise ImportError(f"{VARIABLE}={name}: allowed are {', '.join(CHOICES)}")
 _chosen = CHOICES[name]

@@ -6,6 +6,7 @@ outputs, X experts, T rows, V vocabulary, D hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -43,8 +44,13 @@ class ExpertStack(nn.Module):
         super().__init__()
         self.weight = mx.zeros((experts, outputs, inputs))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(X, O, I)`."""
+        return tuple(self.weight.shape)
+
     def __call__(self, x: mx.array, expert: mx.array, ordered: bool = False) -> mx.array:
-        """Rows `x [T, 1, I]`, each times the matrix of its `expert [T]`: `[T, 1, O]`. `ordered`: experts ascend."""
+        """Rows `x [T, R, I]`, R at a time times the matrix of their `expert [T]`: `[T, R, O]`. `ordered`: experts ascend."""
         return mx.gather_mm(x, self.weight.swapaxes(1, 2), rhs_indices=expert, sorted_indices=ordered)
 
 
@@ -73,10 +79,7 @@ class Packed(nn.Module):
 
     def pieces(self, dtype: mx.Dtype) -> Iterator[tuple[slice, mx.array]]:
         """All rows of the first axis, some at a time: where they lie, and the rows unpacked."""
-        width = 1
-        for size in self._shape[1:]:
-            width *= size
-        step = max(1, PIECE // width)
+        step = max(1, PIECE // math.prod(self._shape[1:]))
         for begin in range(0, self._shape[0], step):
             rows = slice(begin, min(begin + step, self._shape[0]))
             yield rows, self.unpacked(rows, dtype)

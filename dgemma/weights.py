@@ -7,6 +7,7 @@ at most one is held twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +82,7 @@ class Checkpoint:
         for name, shape in self.shapes.items():
             fmt = None if unpack else self.formats.get(name.rpartition(".")[0])
             packed = fmt is not None and name.endswith(".weight")
-            total += fmt.nbytes(shape, dtype.size) if packed else _count(shape) * dtype.size
+            total += fmt.nbytes(shape, dtype.size) if packed else math.prod(shape) * dtype.size
         return total
 
     def unpacks(self, dtype: mx.Dtype) -> bool:
@@ -137,7 +138,7 @@ class Checkpoint:
 
     def _check_shape(self, name: str, shape: tuple[int, ...], who: str) -> None:
         if name not in self.recipes:
-            missing = [n for n in self.shapes if n not in self.recipes and not n.startswith("rope")]
+            missing = [n for n in self.shapes if n not in self.recipes]
             self._fail(f"tensor {stored(name)} is missing ({max(1, len(missing))} of {len(self.shapes)} in all)")
         found = self._shape(self.recipes[name])
         if found != shape:
@@ -258,10 +259,3 @@ def check_dtype(dtype: mx.Dtype) -> mx.Dtype:
     if dtype not in allowed:
         raise OptionError(f"dtype is {dtype}; on this device allowed: {', '.join(str(one) for one in allowed)}")
     return dtype
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -9,6 +9,7 @@ import base64
 import binascii
 import functools
 import io
+import math
 import os
 import re
 import stat
@@ -317,14 +318,25 @@ def _range(values: np.ndarray, name: str) -> tuple[float, float]:
 
 def _cut(image: Image.Image, max_patches: int, patch_size: int, pooling: int):
     """RGB image -> float32 [N, P], int32 [N, 2], (width, height) after resizing."""
-    # At the first picture, not before: transformers takes 1.3 s to import, 6 s where torch is installed.
-    from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
-
-    processor = gemma4.Gemma4ImageProcessorPil()
-    height, width = gemma4.get_aspect_ratio_preserving_size(image.height, image.width, patch_size, max_patches, pooling)
+    width, height = _fitted(image.size, max_patches, patch_size, pooling)
     if (width, height) != image.size:
-        image = image.resize((width, height), processor.resample)
-    channels_first = np.asarray(image).transpose(2, 0, 1)  # [3, height, width]
-    patches = gemma4.convert_image_to_patches(channels_first, patch_size)  # uint8 [N, P]
-    y, x = np.divmod(np.arange(len(patches), dtype=np.int32), width // patch_size)
-    return processor.rescale(patches, processor.rescale_factor), np.stack([x, y], axis=1), (width, height)
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    rows, columns = height // patch_size, width // patch_size
+    pixels = np.asarray(image).reshape(rows, patch_size, columns, patch_size, 3)
+    patches = pixels.swapaxes(1, 2).reshape(rows * columns, -1)  # uint8 [N, P]
+    y, x = np.divmod(np.arange(len(patches), dtype=np.int32), columns)
+    return (patches * (1 / 255)).astype(np.float32), np.stack([x, y], axis=1), (width, height)
+
+
+def _fitted(size: tuple[int, int], max_patches: int, patch_size: int, pooling: int) -> tuple[int, int]:
+    """The (width, height) to resize to: whole tiles of pooling x pooling patches, as many as fit, the aspect kept.
+
+    A picture too slender for two tiles a side becomes a strip of one, at most `max_patches` long.
+    """
+    tile, most = patch_size * pooling, max_patches // pooling**2
+    scale = math.sqrt(max_patches * patch_size**2 / (size[0] * size[1]))
+    tiles = [math.floor(scale * side / tile) for side in size]
+    for side, other in ((0, 1), (1, 0)):
+        if tiles[side] == 0:
+            tiles[side], tiles[other] = 1, min(size[other] // size[side], most)
+    return tiles[0] * tile, tiles[1] * tile
