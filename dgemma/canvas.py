@@ -41,6 +41,6 @@ def decode(
     """A canvas `x [B, C, D]` through all blocks; `angles` and `reads` are per block."""
     for block, turn, read in zip(blocks, angles, reads):
         x = block.decode(x, turn, read)
-        if x.shape[0] * x.shape[1] > MANY:
+        if x.shape[0] * x.shape[1] >= MANY:
             mx.eval(x)
     return x

@@ -79,7 +79,7 @@ class Chat:
         except Exception as error:  # transformers raises what it likes: OSError, ValueError, KeyError, JSON errors
             reason = f"{type(error).__name__}: {_first_line(error)}"
             raise CheckpointError(f"{folder}: the tokenizer cannot be loaded ({reason})") from None
-        return cls(tokenizer, config, image_budget=_image_budget(Path(folder)), source=folder)
+        return cls(tokenizer, config, image_budget=read_image_budget(Path(folder)), source=folder)
 
     def prompt(self, messages: Sequence[Message], images: Sequence[Any] = (), *, budget: int | None = None) -> Prompt:
         """Token ids and images of a conversation that waits for the model's turn.
@@ -244,7 +244,7 @@ def check_budget(budget: Any, source: str | Path) -> int:
     return IMAGE_BUDGET if budget is None else budget
 
 
-def _image_budget(folder: Path) -> int:
+def read_image_budget(folder: Path) -> int:
     """What the checkpoint's processor config says of it."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (folder / name).exists():

@@ -254,7 +254,9 @@ def add_fit(commands) -> None:
     made.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
     made.add_argument("--context", metavar="N", type=whole, default=1024, help="tokens of the prompt, images included; default 1024")
     made.add_argument("--images", metavar="N", type=whole, default=0, help="pictures among them; default none")
-    made.add_argument("--image-budget", metavar="N", type=whole, choices=BUDGETS, default=280, help="soft tokens of each: %(choices)s")
+    made.add_argument(
+        "--image-budget", metavar="N", type=whole, choices=BUDGETS, help="soft tokens of each: %(choices)s; default the checkpoint's"
+    )
     made.add_argument("--batch", metavar="N", type=whole, default=1, help="prompts at a time; default 1")
     made.add_argument("--chunk", metavar="N", type=whole, help="as of generate")
     made.add_argument("--json", action="store_true", help="print one JSON object")
@@ -391,7 +393,8 @@ def fit(args: argparse.Namespace) -> int:
     """`dgemma fit`; the exit code is 2 when the job does not fit."""
     from . import fit as module  # here, as the module's docstring says
 
-    found = module.read(args.model, args.revision, module.Job.of(args))
+    job = {"image_tokens": args.image_budget} | {name: getattr(args, name) for name in ("context", "images", "batch", "chunk")}
+    found = module.read(args.model, args.revision, **job)
     sys.stdout.write(render.json_line(found) if args.json else module.text(found))
     return 2 if found["fits"] is False else 0
 

@@ -121,7 +121,7 @@ class ModelConfig:
             raise CheckpointError(f"{source}: tie_word_embeddings is False; encoder, decoder and head must share weights")
         text = _read_text(top.section("text_config"))
         vision = _read_vision(top.section("vision_config")) if top.get("vision_config") else None
-        quantization = top.get("quantization") or top.get("quantization_config")
+        quantization, same = top.get("quantization"), top.get("quantization_config")  # mlx's key, and Hugging Face's
         begin, end = top.token("boi_token_id", default=255_999), top.token("eoi_token_id", default=258_882)
         if vision is not None and max(begin, end) >= text.vocab_size:  # mlx reads past the end of a table in silence
             raise CheckpointError(
@@ -137,7 +137,7 @@ class ModelConfig:
             image_token_id=top.token("image_token_id", default=258_880),
             boi_token_id=begin,
             eoi_token_id=end,
-            quantization=quantization,
+            quantization=quantization or same,
             ignored=top.finish(),
         )
 
@@ -160,8 +160,11 @@ class GenerationConfig:
     def read(cls, folder: str | Path) -> GenerationConfig:
         """The policy of a checkpoint folder; a folder without generation_config.json gets the card's defaults."""
         path = Path(folder) / "generation_config.json"
-        if not path.exists():
-            return cls()
+        try:
+            if not path.exists():
+                return cls()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
         return cls.from_dict(read_json(path), source=str(path))
 
     @classmethod
@@ -194,12 +197,14 @@ class GenerationConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError when it is absent, unreadable, malformed or no object."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, for ever
+            raise CheckpointError(f"{path}: is no file; a checkpoint folder holds config.json and safetensors")
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; a checkpoint folder holds config.json and safetensors") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of more than 4,300 digits is a ValueError
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: a JSON object is expected, found {type(raw).__name__}")

@@ -8,6 +8,7 @@ are unless asked for.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from .errors import CheckpointError, OptionError, OutputError
 from .formats import Format
 from .info import part_of
 from .plan import SHARD, Plan, dtype_name, matrices
-from .render import size
+from .render import one_line, size
 from .terminal import Progress
 from .writer import Writer, check_folder
 from .writer import Progress as Report
@@ -85,7 +86,7 @@ def convert(
         raw["vision_config"] = None
     plan = Plan.of(raw, formats, _dtypes(opened, dtype), shard_size)
     small, writer = _small_files(folder), Writer(out, plan, overwrite, progress)
-    small["README.md"] = card(_title(source, folder), writer.out.name, plan, recipe).encode()
+    small["README.md"] = card(one_line(_title(source, folder)), one_line(writer.out.name), plan, recipe).encode()
     with writer:
         found.fetch()
         for parameter, parts in opened.read():
@@ -191,7 +192,7 @@ def summary(done: Converted, name: str) -> str:
     """What was written, for a person."""
     plan, files = done.plan, len(done.plan.files)
     count = f"{files} file" if files == 1 else f"{files} files"
-    lines = [f"{name}: {count}, {size(plan.nbytes)}, {plan.bits_per_weight:.2f} bits per weight"]
+    lines = [f"{one_line(name)}: {count}, {size(plan.nbytes)}, {plan.bits_per_weight:.2f} bits per weight"]
     lines += [f"  {part:<20} {size(nbytes):>9}  {kind}" for part, kind, nbytes in table(plan)]
     if done.unfit:
         first = done.unfit[0]
@@ -238,13 +239,13 @@ With mlx-vlm{caution}:
 def card(source: str, name: str, plan: Plan, recipe: str) -> str:
     """The model card, README.md, of the checkpoint `name`."""
     sees = plan.config.get("vision_config") is not None
-    blind = sees and "vision_tower.patch_embedder.input_proj" in plan.formats
-    ours = [f'dgemma generate --model {name} "Why is the sky blue?"']
-    theirs = [f'mlx_vlm.generate --model {name} --prompt "Why is the sky blue?"']
+    blind, model = sees and "vision_tower.patch_embedder.input_proj" in plan.formats, shlex.quote(name)
+    ours = [f'dgemma generate --model {model} "Why is the sky blue?"']
+    theirs = [f'mlx_vlm.generate --model {model} --prompt "Why is the sky blue?"']
     if sees:
-        ours.append(f'dgemma generate --model {name} --image picture.png "What is in this image?"')
+        ours.append(f'dgemma generate --model {model} --image picture.png "What is in this image?"')
     if sees and not blind:
-        theirs.append(f'mlx_vlm.generate --model {name} --image picture.png --prompt "What is in this image?"')
+        theirs.append(f'mlx_vlm.generate --model {model} --image picture.png --prompt "What is in this image?"')
     return CARD.format(
         task="image-text-to-text" if sees else "text-generation",
         base=f"base_model: {source}\n" if hub.HUB_ID.fullmatch(source) else "",
@@ -272,6 +273,8 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--no-quantize packs nothing; what says how to pack (--mode, --bits, ...) has no place beside it")
     if args.dtype is not None and args.dtype not in DTYPES:
         raise OptionError(f"dtype is {args.dtype!r}; allowed: {', '.join(DTYPES)}")
+    if not args.shard_size > 0:
+        raise OptionError(f"shard_size is {args.shard_size:g}; a number of GB above 0 is needed")
     with Progress() as progress:
         done = convert(
             args.model,

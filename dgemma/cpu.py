@@ -86,7 +86,11 @@ def scores(x: mx.array, table: nn.Module) -> mx.array:
     """As plain.scores."""
     if not isinstance(table, Packed):
         return table.scores(x)
-    return mx.concatenate([x @ rows.T for _, rows in table.pieces(x.dtype)], axis=-1)
+    parts = []
+    for _, rows in table.pieces(x.dtype):
+        parts.append(x @ rows.T)
+        mx.eval(parts[-1])  # or all pieces would lie unpacked before the first is multiplied
+    return mx.concatenate(parts, axis=-1)
 
 
 @_of_float32
@@ -97,6 +101,7 @@ def mix(shares: mx.array, table: nn.Module) -> mx.array:
     out = 0
     for where, rows in table.pieces(shares.dtype):
         out = out + shares[..., where] @ rows
+        mx.eval(out)  # as above
     return out
 
 

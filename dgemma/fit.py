@@ -6,7 +6,9 @@
                        a denoising step            caches, scores, what is as wide as the vocabulary
 
 Sliding layers keep a window and the last chunk, however long the prompt; full layers keep everything. The figures are a
-contract: they depend on nothing but the arguments, and benchmarks/memory.py holds them against measured peaks.
+contract: they depend on nothing but the arguments and the kind of device, and benchmarks/memory.py holds them against
+measured peaks. Only on a CPU the weights of a quantised checkpoint also depend on the memory that is free: it says whether
+loading unpacks them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import mlx.core as mx
 
 from . import backend, cpu, kernels, plain
 from .attention.caches import STEP
+from .chat import read_image_budget
 from .config import SLIDING, ModelConfig, TextConfig, VisionConfig
 from .denoise import VOCABULARY
 from .errors import OptionError
@@ -31,6 +34,7 @@ from .weights import Checkpoint
 # copies of the hidden width, a number of the vocabulary so many float32 copies.
 ROWS, EXPERT_ROWS, EYE_ROWS, LOGITS = 6, 4, 8, 4.5
 SHARE = 0.95  # of the free memory that a job may fill
+MOST = 2**31 - 1  # of anything that a job counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +49,17 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, least in (("context", 1), ("images", 0), ("image_tokens", 1), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise OptionError(f"{name} is {getattr(self, name)}; at least {least} is needed")
+            value = getattr(self, name)
+            if not least <= value <= MOST:
+                bound = f"at least {least} is needed" if value < least else f"at most {MOST:,} is possible"
+                raise OptionError(f"{name} is {value}; {bound}")
+        if self.chunk is not None and self.chunk < 1:
+            raise OptionError(f"chunk is {self.chunk}; at least 1 is needed")
 
-    @classmethod
-    def of(cls, args: Any) -> Job:
-        """From the command line's arguments."""
-        return cls(
-            context=args.context, images=args.images, image_tokens=args.image_budget, batch=args.batch, chunk=args.chunk
-        )
+    @property
+    def least(self) -> int:
+        """Positions that the images take, each between two marks."""
+        return max(1, self.images * (self.image_tokens + 2))
 
     @property
     def passed(self) -> int:
@@ -157,9 +163,8 @@ def _images(vision: VisionConfig, job: Job, width: int) -> int:
 
 def longest(opened: Checkpoint, job: Job, room: int) -> int:
     """The longest prompt of such a job that fits into `room` bytes, up to the model's context; 0 when none does."""
-    least = max(1, job.images * (job.image_tokens + 2))
-    most = opened.config.text.max_position_embeddings - opened.config.canvas_length
-    if need(opened, replace(job, context=least)).peak > room:
+    least, most = job.least, _most(opened)
+    if least > most or need(opened, replace(job, context=least)).peak > room:
         return 0
     while least < most:
         middle = (least + most + 1) // 2
@@ -168,6 +173,11 @@ def longest(opened: Checkpoint, job: Job, room: int) -> int:
         else:
             most = middle - 1
     return least
+
+
+def _most(opened: Checkpoint) -> int:
+    """Tokens of the longest prompt that leaves the context room for a canvas."""
+    return opened.config.text.max_position_embeddings - opened.config.canvas_length
 
 
 def check(opened: Checkpoint, job: Job) -> None:
@@ -179,24 +189,38 @@ def check(opened: Checkpoint, job: Job) -> None:
     if wanted.peak <= room:
         return
     fits = longest(opened, job, room)
-    advice = f"a prompt of up to {fits:,} tokens fits" if fits else "no prompt fits: take a smaller checkpoint (dgemma convert)"
+    advice = (
+        f"prompt and answer of {fits:,} tokens together would fit"
+        if fits
+        else "no prompt fits: take a smaller checkpoint (dgemma convert)"
+    )
     raise OptionError(
         f"this needs {size(wanted.peak)} ({size(wanted.weights)} of weights) and {size(free)} of memory are free; {advice}; "
         "--force tries all the same"
     )
 
 
-def read(model: str | Path | None, revision: str | None, job: Job) -> dict[str, Any]:
-    """All there is to say of a checkpoint by its name, ready for JSON; its weights are not fetched. CheckpointError."""
+def read(model: str | Path | None, revision: str | None, **job: Any) -> dict[str, Any]:
+    """All there is to say of a checkpoint by its name, ready for JSON; its weights are not fetched. CheckpointError.
+
+    `job` are the fields of a Job; image_tokens None is the checkpoint's own budget.
+    """
     found = find(model, revision)
-    return examine(Checkpoint.open(found.folder, found.headers()), job)
+    if job.get("image_tokens") is None:
+        job["image_tokens"] = read_image_budget(found.folder)
+    return examine(Checkpoint.open(found.folder, found.headers()), Job(**job))
 
 
 def examine(opened: Checkpoint, job: Job) -> dict[str, Any]:
-    """All of it, ready for JSON."""
-    most = opened.config.text.max_position_embeddings
-    if job.context > most:
-        raise OptionError(f"context is {job.context:,}; this checkpoint reads at most {most:,} tokens")
+    """All of it, ready for JSON. OptionError for a job that this checkpoint never gets."""
+    if job.context > (most := _most(opened)):
+        raise OptionError(f"context is {job.context:,}; this checkpoint reads at most {most:,} tokens before a canvas")
+    if job.images and opened.config.vision is None:
+        raise OptionError(f"images is {job.images}; this checkpoint has no vision tower: it reads text only")
+    if job.least > job.context:
+        raise OptionError(
+            f"images of {job.image_tokens} tokens, {job.images} of them, take {job.least:,}; context is {job.context:,}"
+        )
     free, wanted = backend.free_memory(), need(opened, job)
     room = None if free is None else int(SHARE * free)
     return {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .download import Download
-from .errors import CheckpointError
+from .errors import CheckpointError, OptionError
 from .stored import shards
 
 DEMO = Path(__file__).parent / "demo"
@@ -79,23 +79,34 @@ class Found:
 def find(checkpoint: str | Path | None = None, revision: str | None = None) -> Found:
     """A checkpoint: None is the shipped demo, then a folder, then a hub id such as "google/name" (at a `revision`).
 
-    Of a hub repository the small files are downloaded, once, into Hugging Face's cache; no weights. CheckpointError.
+    Of a hub repository the small files are downloaded, once, into Hugging Face's cache; no weights. CheckpointError, and
+    OptionError for a revision of what has none.
     """
-    if checkpoint is None or str(checkpoint) == "demo":
-        return Found(folder=DEMO)
-    try:
-        path = Path(checkpoint).expanduser()
-        if str(checkpoint) and path.is_dir():
-            return Found(folder=path)
-        if path.is_file():
-            raise CheckpointError(f"{path}: a file; give the folder that holds config.json")
-    except (OSError, RuntimeError, ValueError):  # a name too long, a ~user that is not, a NUL: no folder of that name
-        pass
+    folder = _local(checkpoint)
+    if folder is not None:
+        if revision is not None:
+            raise OptionError(f"revision is {revision!r}, and {checkpoint or 'demo'} is here; only hub repositories have them")
+        return Found(folder=folder)
     if not HUB_ID.fullmatch(str(checkpoint)):
         raise CheckpointError(
             f"{checkpoint}: no such folder; give a checkpoint folder, a hub id like google/diffusiongemma-26B-A4B-it, or demo"
         )
     return _ask(str(checkpoint), revision)
+
+
+def _local(checkpoint: str | Path | None) -> Path | None:
+    """The folder that a checkpoint's name names here; None when there is none of that name."""
+    if checkpoint is None or str(checkpoint) == "demo":
+        return DEMO
+    try:
+        path = Path(checkpoint).expanduser()
+        if str(checkpoint) and path.is_dir():
+            return path
+        if path.is_file():
+            raise CheckpointError(f"{path}: a file; give the folder that holds config.json")
+    except (OSError, RuntimeError, ValueError):  # a name too long, a ~user that is not, a NUL: no folder of that name
+        pass
+    return None
 
 
 def resolve(checkpoint: str | Path | None = None, revision: str | None = None) -> Path:
@@ -152,6 +163,8 @@ def _refusal(hub_id: str, revision: str | None, error: Exception) -> CheckpointE
     page = f"https://huggingface.co/{hub_id}"
     if isinstance(error, (CheckpointError, errors.SafetensorsParsingError)):
         return CheckpointError(f"{hub_id}: {_reason(error)}")
+    if isinstance(error, errors.HFValidationError):
+        return CheckpointError(f"{hub_id}: no such folder here, and no name that the hub could have ({_reason(error)})")
     if isinstance(error, errors.GatedRepoError):
         return CheckpointError(f"{hub_id}: gated; accept its licence at {page}, then run: hf auth login")
     if isinstance(error, errors.RepositoryNotFoundError):

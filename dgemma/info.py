@@ -63,6 +63,10 @@ def quantization(opened: weights.Checkpoint) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for path, fmt in opened.formats.items():
         found.setdefault(part_of(f"{path}.weight"), set()).add(str(fmt))
+    for name, shape in opened.shapes.items():
+        part = part_of(name)
+        if part in found and len(shape) > 1 and name.rpartition(".")[0] not in opened.formats:
+            found[part].add("the rest unquantised")
     return {part: sorted(formats) for part, formats in found.items()}
 
 
@@ -129,7 +133,8 @@ def tokens(folder: Path, config: ModelConfig, generation: GenerationConfig) -> d
     names = {}
     if (folder / "tokenizer.json").exists():
         added = read_json(folder / "tokenizer.json").get("added_tokens")
-        names = {t["id"]: t.get("content") for t in added or [] if isinstance(t, dict) and "id" in t}
+        entries = added if isinstance(added, list) else []
+        names = {t["id"]: t.get("content") for t in entries if isinstance(t, dict) and isinstance(t.get("id"), int)}
     ids = {
         "pad": config.text.pad_token_id,
         "image": config.image_token_id,

@@ -24,7 +24,7 @@ RENAMES = (
 TIED = re.compile(r"^(?:language_model\.)?(?:model\.)?encoder\.language_model\.|^(?:language_model\.)?lm_head\.")
 ROTARY = ".rotary_emb."  # angles, which are computed here
 EYES = ("vision_tower.", "embed_vision.")
-EXPERT = re.compile(r"^(.*\.experts)\.(?:(\d+)\.)?(gate_up|gate|up|down)_proj(?:\.(weight|scales|biases))?$")
+EXPERT = re.compile(r"^(.*\.experts)\.(?:([0-9]{1,8})\.)?(gate_up|gate|up|down)_proj(?:\.(weight|scales|biases))?$")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -66,7 +68,7 @@ def tensors(folder: Path, headers: Headers | None = None) -> dict[str, Tensor]:
                 continue
             if name in found:
                 raise CheckpointError(f"{path}: tensor {name} stands in two files of this checkpoint")
-            found[name] = Tensor(path, str(entry.get("dtype")), tuple(entry.get("shape", ())))
+            found[name] = Tensor(path, str(entry["dtype"]), tuple(entry["shape"]))
     if len(origins) > 1:
         first, second = list(origins.values())[:2]
         raise CheckpointError(f"{folder}: {first} and {second} are of two conversions; download or convert it anew")
@@ -85,7 +87,7 @@ def shards(folder: Path, coming: Collection[str] = ()) -> list[Path]:
         for name in named:
             if Path(name).name != name or "\\" in name:
                 raise CheckpointError(f"{index}: {name!r} points outside the checkpoint folder")
-            if name not in coming and not (folder / name).is_file():
+            if name not in coming and not os.path.isfile(folder / name):  # False, too, for a name too long
                 raise CheckpointError(f"{folder}: shard {name} is missing; the index lists {len(named)} files")
         paths = [folder / name for name in named]
     else:
@@ -127,45 +129,60 @@ def _check_index(folder: Path, found: dict[str, Tensor]) -> None:
 
 
 def check_file(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file; refuses one that is cut short or damaged, before mlx maps it."""
-    header = read_header(path)
-    size = path.stat().st_size
-    needed = check_header(header, path)
-    with path.open("rb") as file:
-        start = 8 + struct.unpack("<Q", file.read(8))[0]
-    if size < start + needed:
-        raise CheckpointError(f"{path}: truncated, {size:,} of {start + needed:,} bytes; download it again")
+    """The header of a safetensors file: tensor name -> dtype, shape, data_offsets.
+
+    Refuses a file that is cut short or damaged, before mlx maps it.
+    """
+    header, begin, size = _read_header(path)
+    end = begin + check_header(header, path)
+    if size < end:
+        raise CheckpointError(f"{path}: truncated, {size:,} of {end:,} bytes; download it again")
     return header
 
 
 def check_header(header: dict[str, Any], path: Path) -> int:
-    """The bytes of data that a header speaks of; CheckpointError when it contradicts itself."""
+    """The bytes of data that a header speaks of; CheckpointError when it contradicts itself.
+
+    As safetensors' own reader, and unlike mlx's, it wants tensors that follow one another without gap or overlap.
+    """
+    spans = []
     try:
-        entries = [entry for name, entry in header.items() if name != "__metadata__"]
-        ends = [int(entry["data_offsets"][1]) for entry in entries]
-        lengths = [int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]) for entry in entries]
-        shapes = [math.prod(int(n) for n in entry["shape"]) * SIZES.get(entry["dtype"], 0) for entry in entries]
-    except (KeyError, TypeError, IndexError, ValueError, OverflowError):
+        for name, entry in header.items():
+            if name == "__metadata__":
+                if not all(isinstance(value, str) for value in dict(entry or {}).values()):
+                    raise ValueError
+                continue
+            (begin, end), shape, size = entry["data_offsets"], entry["shape"], SIZES.get(entry["dtype"])
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+                raise ValueError
+            if size is not None and end - begin != math.prod(shape) * size:
+                raise CheckpointError(f"{path}: damaged header (sizes and shapes differ); download it again")
+            spans.append((begin, end))
+    except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path}: damaged header; download it again") from None
-    if any(have != need and need for have, need in zip(lengths, shapes)):
-        raise CheckpointError(f"{path}: damaged header (sizes and shapes differ); download it again")
-    return max(ends, default=0)
+    spans.sort()
+    ends = [0, *(end for _, end in spans)]
+    if [begin for begin, _ in spans] != ends[:-1]:
+        raise CheckpointError(f"{path}: damaged header (tensors overlap, or leave gaps); download it again")
+    return ends[-1]
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: tensor name -> dtype, shape, data_offsets."""
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header of a safetensors file as it stands there, the byte at which the data begins, and the file's size."""
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # to open a pipe would be to wait for ever
+            raise CheckpointError(f"{path}: not a file")
         with path.open("rb") as file:
-            start = file.read(8)
+            start, size = file.read(8), status.st_size
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(size - 8, 100_000_000):
                 raise CheckpointError(f"{path}: not a whole safetensors file ({size:,} bytes); download it again")
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise CheckpointError(f"{path}: the safetensors header is damaged; download it again") from None
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of more than 4,300 digits
+        header = None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header is damaged; download it again")
-    return header
+    return header, 8 + length, size

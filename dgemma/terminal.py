@@ -62,7 +62,7 @@ class Progress:
         with self._lock:
             if label != self._label:
                 self._since = time.monotonic()
-            self._label, self._detail = label, detail
+            self._label, self._detail = render.printable(label), detail
 
     def share(self, label: str) -> Callable[[int, int], None]:
         """A callback that says how much of something is done."""

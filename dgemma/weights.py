@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -41,6 +41,7 @@ class Checkpoint:
     recipes: dict[str, Recipe]  # our tensors -> how they are made of stored ones
     shapes: dict[str, tuple[int, ...]]  # our parameters, as if nothing were packed
     formats: dict[str, Format]  # our module paths -> how their matrix is packed
+    free: int | None = field(default_factory=backend.free_memory)  # bytes of memory when it was opened: decides `unpacks`
 
     @classmethod
     def open(cls, folder: str | Path, headers: Headers | None = None) -> Checkpoint:
@@ -89,8 +90,7 @@ class Checkpoint:
         """Whether loading here unpacks quantised weights: on a CPU, where products of packed ones are slow, if they fit."""
         if not self.formats or backend.is_gpu():
             return False
-        free = backend.free_memory()
-        return free is None or self.nbytes_as(dtype, unpack=True) < SPARE * free
+        return self.free is None or self.nbytes_as(dtype, unpack=True) < SPARE * self.free
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -215,16 +215,15 @@ def load(
     unpack = opened.unpacks(dtype)
     if not unpack:
         pack(model, opened.formats)
-    done, total, waiting, size = 0, opened.nbytes, [], 0
+    done, total, waiting = 0, opened.nbytes, []
     for name, parts in opened.read():
         path, _, last = name.rpartition(".")
-        size += (nbytes := sum(part.nbytes for part in parts.values()))
+        done += sum(part.nbytes for part in parts.values())
         if unpack and len(parts) > 1:
             parts = {last: opened.formats[path].unpack(parts, dtype)}
         waiting += [(f"{path}.{part}" if path else part, cast(array, dtype)) for part, array in parts.items()]
-        if size >= BATCH or nbytes >= BATCH:
+        if sum(array.nbytes for _, array in waiting) >= BATCH:
             _install(model, waiting)
-            done, size = done + size, 0
             if progress is not None:
                 progress(done, total)
     _install(model, waiting)

@@ -22,6 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .config import read_json
 from .errors import CheckpointError, OptionError, OutputError
 from .formats import Format
 from .plan import Place, Plan
@@ -191,6 +192,8 @@ class Writer:
 
 def check_folder(out: str | Path, overwrite: bool = False) -> Path:
     """The absolute path of a folder that a checkpoint can be written to; OutputError says why it cannot."""
+    if not str(out):  # would be the folder that one works in
+        raise OutputError("the folder to write has an empty name; give one")
     try:
         path = Path(out).expanduser().resolve()
         if path.exists() and not path.is_dir():
@@ -204,21 +207,39 @@ def check_folder(out: str | Path, overwrite: bool = False) -> Path:
         if path.is_dir() and any(path.iterdir()):
             if not overwrite:
                 raise OutputError(f"{out}: is not empty; give another name, or overwrite it (--overwrite)")
-            if not (path / "config.json").is_file():
-                raise OutputError(f"{out}: is not empty and has no config.json; only a checkpoint is overwritten")
+            if not _is_checkpoint(path):
+                raise OutputError(f"{out}: is not empty and no DiffusionGemma; only a checkpoint is overwritten")
+            if not os.access(path, os.W_OK):  # it could be moved away, but not removed
+                raise OutputError(f"{out}: cannot be overwritten (permission denied)")
     except (ValueError, RuntimeError, OSError) as error:  # a NUL, no home, a name too long
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"{out}: not a folder that can be written ({reason})") from None
     return path
 
 
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a folder may be replaced: other projects have a config.json too."""
+    try:
+        return read_json(folder / "config.json").get("model_type") == "diffusion_gemma"
+    except CheckpointError:
+        return False
+
+
 def _sibling(out: Path, kind: str) -> Path:
-    return out.with_name(f".{out.name[:200]}.{os.getpid()}.{kind}")
+    return out.with_name(f".{_stem(out)}.{os.getpid()}.{kind}")
+
+
+def _stem(out: Path) -> str:
+    """The folder's name, cut so that a file's name (255 bytes) has room for what stands around it."""
+    stem = out.name
+    while len(os.fsencode(stem)) > 200:
+        stem = stem[:-1]
+    return stem
 
 
 def _sweep(out: Path) -> None:
     """Remove what killed runs of the same `out` left beside it, or put back the folder that one was about to replace."""
-    pattern = re.compile(rf"\.{re.escape(out.name[:200])}\.(\d+)\.(part|old)")
+    pattern = re.compile(rf"\.{re.escape(_stem(out))}\.(\d+)\.(part|old)")
     for path in sorted(out.parent.iterdir()):
         found = pattern.fullmatch(path.name)
         if not found or path.is_symlink() or not path.is_dir() or _runs(int(found[1])):

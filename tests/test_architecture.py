@@ -16,7 +16,7 @@ FLOORS = [
     {"errors"},
     {"backend", "config", "download", "formats", "names", "plain", "stopping"},
     {"matrices", "stored"},
-    {"cpu"},
+    {"cpu", "cuda"},
     {"kernels"},
     {"attention.masks", "attention.reads", "attention.rope", "sampler"},
     {"attention.caches"},
@@ -25,7 +25,8 @@ FLOORS = [
     {"vision"},
     {"canvas"},
     {"model"},
-    {"chat", "denoise", "hub", "weights"},
+    {"denoise", "hub", "weights", "words"},
+    {"chat"},
     {"interoperation"},
     {"pipeline", "plan"},
     {"__init__"},  # the public names: what follows reads them like any other user

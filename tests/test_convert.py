@@ -30,6 +30,7 @@ from dgemma.errors import CheckpointError, OptionError, OutputError
 from dgemma.formats import DEFAULTS, Format
 from dgemma.names import ours
 from dgemma.plan import Plan
+from dgemma.render import one_line
 from dgemma.vision import preprocess
 from dgemma.writer import Writer
 from oracle import tiny
@@ -456,8 +457,8 @@ def refused(run, *argv: object) -> str:
         (("--mode", "mxfp4", "--bits", "8"), "mxfp4 has 4 bits in groups of 32, not 8 in 32"),
         (("--recipe", "best"), "recipe is 'best'; allowed: default, mlx-vlm, uniform"),
         (("--dtype", "float64"), "dtype is 'float64'; allowed: float32, float16, bfloat16"),
-        (("--shard-size", "0"), "--shard-size is 0.0; a number of bytes above 0 is needed"),
-        (("--shard-size", "nan"), "--shard-size is nan; a number of bytes above 0 is needed"),
+        (("--shard-size", "0"), "--shard-size is 0; a number of GB above 0 is needed"),
+        (("--shard-size", "nan"), "--shard-size is nan; a number of GB above 0 is needed"),
         (("--no-quantize", "--bits", "4"), "--no-quantize packs nothing; what says how to pack (--mode, --bits, ...) has no"),
         (("--no-quantize", "--recipe", "uniform"), "--no-quantize packs nothing"),
         (("--no-quantize", "--quantize-vision"), "--no-quantize packs nothing"),
@@ -482,13 +483,17 @@ def test_folders_that_must_not_be_written_are_refused(run, tmp_path, source):
     (tmp_path / "link").symlink_to(model)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "me.jpg").write_text("x")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.json").write_text('{"model_type": "gemma3"}')
     before = digest(tmp_path)
     for name, message in (
         (model, "is inside the checkpoint that is read"),
         (model / "inner", "is inside the checkpoint that is read"),
         (tmp_path / "link", "is inside the checkpoint that is read"),
-        (folder, "is not empty and has no config.json; only a checkpoint is overwritten"),
-        (tmp_path / "photos", "is not empty and has no config.json; only a checkpoint is overwritten"),
+        (folder, "is not empty and no DiffusionGemma; only a checkpoint is overwritten"),
+        (tmp_path / "photos", "is not empty and no DiffusionGemma; only a checkpoint is overwritten"),
+        (tmp_path / "project", "is not empty and no DiffusionGemma; only a checkpoint is overwritten"),
+        ("", "the folder to write has an empty name; give one"),
         (tmp_path / "file", "is a file; give the name of a folder"),
         (tmp_path / "no" / "out", "there is no folder"),
         ("/proc", "is where a disk is mounted; give the name of a folder inside it"),
@@ -497,7 +502,7 @@ def test_folders_that_must_not_be_written_are_refused(run, tmp_path, source):
     ):
         if name != "/proc" or os.path.ismount("/proc"):
             assert message in refused(run, model, name, "--overwrite")
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "diffusion_gemma"}')
     assert "holds the checkpoint that is read" in refused(run, model, folder, "--overwrite")
     (folder / "config.json").unlink()
     said = refused(run, model, tmp_path / "photos")
@@ -536,6 +541,23 @@ def test_overwriting_happens_at_the_end(source, out, tmp_path):
     assert all(there for *_, there in seen) and not (out / "extra.txt").exists()
     assert [entry[0] for entry in seen] == sorted(entry[0] for entry in seen) and seen[-1][0] <= seen[-1][1] == done.plan.nbytes
     assert digest(out) != before and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_could_not_be_removed_is_not_overwritten(run, source, out, tmp_path, monkeypatch):
+    convert(source, out)
+    before, may = digest(tmp_path), os.access  # the tests may run as root, who may everything
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != out and may(path, mode))
+    assert refused(run, source, out, "--overwrite") == f"{out}: cannot be overwritten (permission denied)"
+    assert digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["語" * 85, "\U0001f600" * 63, "a" * 255, "a b`$(c)", "esc\x1b[31m\nape", os.fsdecode(b"\x80x")], ids=ascii)
+def test_any_name_that_a_folder_can_have_will_do(run, source, tmp_path, name):
+    code, printed, said = run(source, tmp_path / name, "--bits", "8")
+    assert (code, said) == (0, "") and [path.name for path in tmp_path.iterdir()] == [name]
+    assert printed.encode() and "\x1b" not in printed and len(printed.splitlines()) == 10
+    words = [shlex.split(line) for line in (tmp_path / name / "README.md").read_text().splitlines() if "--model" in line]
+    assert words and all(line[line.index("--model") + 1] == one_line(name) for line in words)
 
 
 def test_no_file_can_be_read_as_one_before_the_end(source, out, tmp_path):

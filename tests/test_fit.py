@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -76,11 +77,39 @@ def test_the_longest_prompt_fits_and_the_next_does_not(opened):
     assert fit.longest(opened, job, 10**15) == opened.config.text.max_position_embeddings - opened.config.canvas_length
 
 
-@pytest.mark.parametrize("change", [{"context": 0}, {"images": -1}, {"batch": 0}, {"image_tokens": 0}])
+@pytest.mark.parametrize("change", [{"context": 0}, {"images": -1}, {"batch": 0}, {"image_tokens": 0}, {"chunk": 0}])
 def test_jobs_are_checked(change):
     (name, value), = change.items()
     with pytest.raises(OptionError, match=f"{name} is {value}; at least"):
         Job(**{"context": 5, **change})
+
+
+@pytest.mark.parametrize("name", ["context", "images", "batch", "image_tokens"])
+def test_absurd_jobs_are_refused(name):
+    with pytest.raises(OptionError, match=f"{name} is 10{{400}}; at most 2,147,483,647 is possible"):
+        Job(**{"context": 5, name: 10**400})
+
+
+def refused(capsys, *argv):
+    """The one line with which `dgemma fit` refuses."""
+    code, (printed, said) = main(["fit", *argv]), capsys.readouterr()
+    assert (code, printed, said.count("\n")) == (2, "", 1), (code, printed, said)
+    return said.removeprefix("dgemma: ").rstrip("\n")
+
+
+def test_jobs_that_a_checkpoint_never_gets_are_refused(capsys, text_checkpoint):
+    blind = "images is 2; this checkpoint has no vision tower: it reads text only"
+    assert refused(capsys, str(text_checkpoint), "--images", "2") == blind
+    many = "images of 280 tokens, 100 of them, take 28,200; context is 10"
+    assert refused(capsys, "--context", "10", "--images", "100") == many
+    assert refused(capsys, "--chunk", "0") == "chunk is 0; at least 1 is needed"
+    most = "this checkpoint reads at most 4,064 tokens before a canvas"
+    assert refused(capsys, "--context", "4065") == f"context is 4,065; {most}"
+    assert main(["fit", "--context", "4064"]) == 0
+
+
+def test_more_images_than_the_context_holds_never_fit(opened):
+    assert fit.longest(opened, Job(context=1, images=100), 10**15) == 0
 
 
 def test_the_command(capsys):
@@ -90,7 +119,7 @@ def test_the_command(capsys):
     assert main(["fit", "--context", "2000"]) == 0
     assert "it fits; the longest such prompt has 4,064 tokens" in capsys.readouterr().out
     assert main(["fit", "--context", "5000"]) == 2
-    assert "context is 5,000; this checkpoint reads at most 4,096 tokens" in capsys.readouterr().err
+    assert "context is 5,000; this checkpoint reads at most 4,064 tokens before a canvas" in capsys.readouterr().err
 
 
 def test_what_cannot_fit_is_refused_before_loading(monkeypatch, capsys):
@@ -100,6 +129,10 @@ def test_what_cannot_fit_is_refused_before_loading(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "(28.5 MB of weights) and 20.0 MB of memory are free; no prompt fits: take a smaller checkpoint" in said
     assert said.count("\n") == 1 and "--force tries all the same" in said
+    monkeypatch.setattr(backend, "free_memory", lambda: 32_000_000)  # room for the weights and a short prompt
+    assert main(["generate", "Count from 3 to 5. " * 40]) == 2
+    assert re.search("; prompt and answer of [1-9][0-9,]* tokens together would fit; --force", capsys.readouterr().err)
+    monkeypatch.setattr(backend, "free_memory", lambda: 20_000_000)
     assert main(["chat"]) == 2
     assert main(["fit"]) == 2
     assert "it does not fit; no prompt of this kind fits" in capsys.readouterr().out

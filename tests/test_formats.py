@@ -24,7 +24,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from dgemma import backend, kernels, plain, weights
-from dgemma.errors import CheckpointError
+from dgemma.errors import CheckpointError, OptionError
 from dgemma.formats import Format, Quantization
 from dgemma.matrices import Packed
 from dgemma.names import module
@@ -316,6 +316,13 @@ def test_entries_of_single_modules():
     assert found.format("layers.2.mlp.up_proj") == found.default
 
 
+@pytest.mark.parametrize("settings", [{"bits": 7}, {"bits": 0}, {"group_size": 48}, {"mode": "nf4"}, {"mode": "mxfp4", "group_size": 64}])
+def test_a_format_that_mlx_does_not_pack_is_none(settings):
+    for make in (Format, Format.of):
+        with pytest.raises(OptionError, match="affine has 2, 3|quantisation mode is 'nf4'|mxfp4 has 4 bits in groups of 32"):
+            make(**settings)
+
+
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
 def test_either_key_and_false_for_what_is_not_quantised(key, converted, original, tmp_path, monkeypatch):
     keep_packed(monkeypatch)
@@ -441,7 +448,7 @@ REFUSALS = {
     "a mode that has no such groups": (PACKED, settings(mode="mxfp8"),
         "quantization: mxfp8 has 8 bits in groups of 32, not 4 in 64"),
     "half a bit": (PACKED, settings(bits=4.5), "bits and group_size are 4.5 and 64; whole numbers are needed"),
-    "no object": (PACKED, lambda t, c: c.update(quantization="4bit"), "quantization is '4bit'; an object is expected"),
+    "no object": (PACKED, lambda t, c: c.update(quantization="4bit"), "quantization: a JSON object is expected, found str"),
     "an entry of wrong bits": (PACKED, settings(**{TABLE: {"bits": 8, "group_size": 64}}),
         "tensor {T}.weight has shape (96, 16); ... (8 bit, groups of 64)"),
     "an entry that is nonsense": (PACKED, settings(**{TABLE: {"bits": "8"}}),
@@ -465,6 +472,9 @@ REFUSALS = {
     "gptq, which has bits too": (PACKED, foreign(quant_method="gptq", bits=4, group_size=64),
         f"quantised by gptq, {NO_FORMAT}"),
     "an unknown method": (PACKED, foreign(load_in_4bit=True), f"quantised by an unknown method, {NO_FORMAT}"),
+    "a method that is no word": (PACKED, foreign(quant_method={"a": [1]}), f"quantised by an unknown method, {NO_FORMAT}"),
+    "an expert of 5,000 digits": (PACKED, added(f"model.decoder.layers.1.experts.{'9' * 5000}.down_proj", zeros(1)),
+        f"tensor model.decoder.layers.1.experts.{'9' * 5000}.down_proj has no place in this model"),
     "an expert missing": (PACKED, one_expert_missing(1),
         "tensor model.decoder.layers.1.experts.down_proj...: its parts do not match, ('down', 1) (part, expert) is missing"),
     "the last expert missing": (PACKED, one_expert_missing(3),

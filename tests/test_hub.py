@@ -31,9 +31,9 @@ from safetensors.numpy import load_file, save_file
 
 from dgemma import cli
 from dgemma import hub as hub_module
-from dgemma.errors import CheckpointError
+from dgemma.errors import CheckpointError, OptionError
 from dgemma.pipeline import Pipeline, Unloaded
-from dgemma.stored import read_header, shards, tensors
+from dgemma.stored import check_file, shards, tensors
 
 ID, COMMIT, GATED = "someone/tiny", "c0ffee" + "0" * 34, "someone/gated"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -536,7 +536,7 @@ def test_a_hub_that_is_ill_leaves_the_cache_to_use(run, hub):
 
 def test_headers_stand_for_files_that_are_still_to_come(sharded, tmp_path):
     folder = Path(shutil.copytree(sharded, tmp_path / "part"))
-    headers = {SHARDS[1]: read_header(folder / SHARDS[1])}
+    headers = {SHARDS[1]: check_file(folder / SHARDS[1])}
     whole = tensors(folder)
     (folder / SHARDS[1]).unlink()
     assert tensors(folder, headers) == whole
@@ -553,6 +553,25 @@ def test_files_to_come_are_chosen_as_files_are(tmp_path):
     assert [path.relative_to(tmp_path).as_posix() for path in shards(tmp_path, names)] == [names[0], names[2]]
     with pytest.raises(CheckpointError, match="no \\*.safetensors file; a.bin is a pickle"):
         shards(tmp_path, ["a.bin"])
+
+
+@pytest.mark.parametrize("metadata", ["pt", {"dgemma": []}])
+def test_headers_of_the_hub_are_not_believed(sharded, metadata):
+    header = check_file(sharded / SHARDS[1]) | {"__metadata__": metadata}
+    with pytest.raises(CheckpointError, match="damaged header"):
+        tensors(sharded, {SHARDS[1]: header})
+
+
+@pytest.mark.parametrize("name", [None, "demo", "folder"])
+def test_only_the_hub_has_revisions(checkpoint, name):
+    with pytest.raises(OptionError, match="revision is 'v9', and .* is here; only hub repositories have them"):
+        hub_module.find(checkpoint if name == "folder" else name, "v9")
+
+
+@pytest.mark.parametrize("name", ["a--b/c..d", "\u00e9/\u00fc", "a/" + "b" * 200])
+def test_names_that_no_repository_has(name):
+    with pytest.raises(CheckpointError, match=f"{name}: no such folder here, and no name that the hub could have \\("):
+        hub_module.find(name)
 
 
 def test_folders_are_whole(checkpoint):

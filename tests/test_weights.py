@@ -1,7 +1,9 @@
 """Loading is strict and names what is wrong; renames and shards lose nothing."""
 
 import json
+import os
 import shutil
+import struct
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 import dgemma  # noqa: F401
 from dgemma import backend, weights
+from dgemma.convert import convert
 from dgemma.errors import CheckpointError, OptionError
+from dgemma.formats import Format
+from dgemma.hub import find
 
 
 @pytest.fixture
@@ -127,6 +132,11 @@ def test_damage_is_named(folder, damage, message):
     [
         ({"weight_map": {"a": "model-2.safetensors"}}, "shard model-2.safetensors is missing; the index lists 1 files"),
         ({"weight_map": {"a": "../other.safetensors"}}, "'../other.safetensors' points outside the checkpoint folder"),
+        ({"weight_map": {"a": "a" * 300}}, "shard a{300} is missing; the index lists 1 files"),
+        ({"weight_map": {"a": "a\0b"}}, "shard a\0b is missing"),
+        ({"weight_map": {"a": ".."}}, "shard .. is missing"),
+        ({"weight_map": {"a": ""}}, "shard  is missing"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd' points outside the checkpoint folder"),
         ({"weight_map": []}, "'weight_map' must map tensor names to files"),
         ({}, "'weight_map' must map tensor names to files"),
     ],
@@ -137,7 +147,78 @@ def test_an_index_that_does_not_fit_is_named(folder, index, message):
         weights.load(folder)
 
 
+def rewritten(change):
+    """Another header before the same data: `change` takes the header, and the names of its first two tensors."""
+
+    def apply(folder):
+        path = folder / "model.safetensors"
+        data = path.read_bytes()
+        end = 8 + struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8:end])
+        change(header, *sorted((name for name in header if name != "__metadata__"), key=lambda n: header[n]["data_offsets"])[:2])
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[end:] + bytes(64))
+
+    return apply
+
+
+def moved(by):
+    """The first tensor's data elsewhere."""
+    return rewritten(lambda h, a, b: h[a].update(data_offsets=[at + by for at in h[a]["data_offsets"]]))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (moved(4), "damaged header \\(tensors overlap, or leave gaps\\)"),
+        (moved(-4), "damaged header; download"),
+        (rewritten(lambda h, a, b: h.update({a: h[b]})), "damaged header \\(tensors overlap, or leave gaps\\)"),
+        (rewritten(lambda h, a, b: h[a].update(data_offsets=[float(at) for at in h[a]["data_offsets"]])), "damaged header; "),
+        (rewritten(lambda h, a, b: h[a].update(shape=[float(n) for n in h[a]["shape"]])), "damaged header; download"),
+        (rewritten(lambda h, a, b: h[a].update(shape=[-n for n in h[a]["shape"]])), "damaged header; download"),
+        (rewritten(lambda h, a, b: h[a].update(shape=[10**300, 10**300])), "damaged header \\(sizes and shapes differ\\)"),
+        (rewritten(lambda h, a, b: h[a]["data_offsets"].append(0)), "damaged header; download"),
+        (rewritten(lambda h, a, b: h.update(__metadata__="pt")), "damaged header; download"),
+        (rewritten(lambda h, a, b: h.update(__metadata__=[1])), "damaged header; download"),
+        (rewritten(lambda h, a, b: h.update(__metadata__={"dgemma": {}})), "damaged header; download"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 5006) + b'{"a":' + b"9" * 5000 + b"}"),
+            "header is damaged",
+        ),
+        (lambda f: [(f / "model.safetensors").unlink(), os.mkfifo(f / "model.safetensors")], "model.safetensors: not a file"),
+        (lambda f: [(f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()], "model.safetensors: not a file"),
+    ],
+)
+def test_a_hostile_header_is_refused(folder, damage, message):
+    """mlx takes some of these: it would read one tensor's bytes for another's, or wait for a pipe."""
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        weights.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_metadata_may_be_null(folder):
+    before = parameters(folder)
+    rewritten(lambda h, a, b: h.update(__metadata__=None))(folder)
+    found = parameters(folder)
+    assert all((found[name] == array).all() for name, array in before.items())
+
+
 def test_pickled_weights_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pytorch_model.bin is a pickle, which may run code of its own when it is read: convert it"):
         weights.load(folder)
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "unpacked"])
+def test_loading_holds_little_twice(kind, tmp_path, monkeypatch):
+    """At most a tenth more than the weights; batches as small beside the demo's 28 MB as they are beside real ones."""
+    source = "demo" if kind == "plain" else convert("demo", tmp_path / "packed", Format(bits=4, group_size=32)).folder
+    monkeypatch.setattr(weights, "BATCH", 1 << 20)
+    monkeypatch.setattr(weights.Checkpoint, "unpacks", lambda self, dtype: kind == "unpacked")
+    opened = weights.Checkpoint.open(find(source).folder)
+    held = mx.get_active_memory()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    model = weights.load(opened, dtype=mx.float32)
+    assert mx.get_peak_memory() - held < 1.1 * sum(array.nbytes for _, array in tree_flatten(model.parameters()))
