@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 
@@ -109,3 +110,21 @@ def test_generation_defaults_are_the_cards(tmp_path):
 def test_a_generation_config_that_does_not_fit_says_where(raw_config, message):
     with pytest.raises(CheckpointError, match=message):
         GenerationConfig.from_dict(raw_config)
+
+
+def test_a_pipe_is_no_config(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="config.json: is no file"):
+        ModelConfig.read(tmp_path)
+
+
+def test_a_number_of_many_digits_is_no_number(tmp_path):
+    (tmp_path / "config.json").write_text('{"canvas_length": ' + "9" * 5000 + "}")
+    with pytest.raises(CheckpointError, match="config.json: not valid JSON"):
+        ModelConfig.read(tmp_path)
+
+
+def test_both_keys_of_a_quantization_are_known():
+    raw = tiny.config("wide") | {"quantization": {"bits": 4, "group_size": 64}, "quantization_config": {"bits": 4}}
+    read = ModelConfig.from_dict(raw)
+    assert read.quantization == {"bits": 4, "group_size": 64} and "quantization_config" not in read.ignored

@@ -46,3 +46,11 @@ def test_products_in_pieces_are_those_of_the_matrix(fmt, monkeypatch):
         (cpu.mix(shares, table), shares @ matrix),
     ):
         assert found.shape == wanted.shape and mx.allclose(found, wanted, rtol=1e-4, atol=1e-4).item()
+
+
+def test_info_says_what_of_a_part_stays_unquantised(tmp_path):
+    from dgemma import info
+    from dgemma.convert import convert
+
+    convert("demo", tmp_path / "packed", Format(bits=4, group_size=64))  # the experts' down_proj are 96 wide
+    assert info.read(tmp_path / "packed")["quantization"]["experts"] == ["4 bit, groups of 64", "the rest unquantised"]
