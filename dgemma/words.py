@@ -43,7 +43,11 @@ class Words:
         """From a folder's files and its tokenizer_config.json. CheckpointError."""
         from tokenizers import AddedToken, Tokenizer  # here: `dgemma info` needs no tokenizer
 
-        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        path = folder / "tokenizer.json"
+        try:
+            backend = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise CheckpointError(f"{path}: no tokenizer that can be read ({str(error).splitlines()[0]})") from None
         backend.no_padding()
         backend.no_truncation()
         special = _special(settings)

@@ -100,7 +100,7 @@ def refused(capsys, *argv):
 def test_jobs_that_a_checkpoint_never_gets_are_refused(capsys, text_checkpoint):
     blind = "images is 2; this checkpoint has no vision tower: it reads text only"
     assert refused(capsys, str(text_checkpoint), "--images", "2") == blind
-    many = "images of 280 tokens, 100 of them, take 28,200; context is 10"
+    many = "images of 70 tokens, 100 of them, take 7,200; context is 10"
     assert refused(capsys, "--context", "10", "--images", "100") == many
     assert refused(capsys, "--chunk", "0") == "chunk is 0; at least 1 is needed"
     most = "this checkpoint reads at most 4,064 tokens before a canvas"
