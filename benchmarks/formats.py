@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -231,6 +232,8 @@ def main() -> None:
     if arguments.peer:
         peer_side(arguments.peer)
         return
+    if importlib.util.find_spec("sklearn") is None:
+        sys.exit("this Python lacks scikit-learn, whose digits the questions show: pip install -e '.[evaluate]'")
     if not arguments.mlx_vlm:
         parser.error("--mlx-vlm PYTHON is needed: a Python that has mlx-vlm")
     peer_version(arguments.mlx_vlm)  # before minutes are spent
