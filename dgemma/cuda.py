@@ -2,7 +2,7 @@
 
 mlx 0.32.4 multiplies each row of a token by its expert's matrix on its own there (`gather_mm` of single rows: 4.7 ms a layer of
 the released geometry for a canvas of 256 tokens, on an H200; reading the weights once takes 0.35). Rows of one expert in
-tiles of 16, a matrix for each tile, take 1.6 ms.
+tiles of 16, a matrix for each tile, take 1.6 ms. Packed matrices keep the plain way.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import plain
+from .matrices import Packed
 from .plain import *  # noqa: F403: whatever has no other formulation here
 
 TILE = (16, 64)  # rows of a tile: the least, and the most
@@ -19,7 +20,8 @@ TILE = (16, 64)  # rows of a tile: the least, and the most
 def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: nn.Module, down: nn.Module) -> mx.array:
     """As plain.experts, rows of one expert together in tiles; nothing is read back to lay them out."""
     (count, k), (number, inner, _) = chosen.shape, gate_up.shape
-    if count * k < 4 * TILE[0]:  # fewer rows than tiles would pad
+    # Fewer rows than tiles would pad; or packed stacks, whose products of several rows have not been measured on a GPU.
+    if count * k < 4 * TILE[0] or isinstance(gate_up, Packed) or isinstance(down, Packed):
         return plain.experts(rows, chosen, weights, gate_up, down)
     size = TILE[0]
     while size < TILE[1] and size * number < count * k:
