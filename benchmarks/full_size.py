@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import random_checkpoint as checkpoint
+from dgemma import geometry as checkpoint  # before mlx, so that a fast BLAS serves it
 
 import mlx.core as mx
 import numpy as np

@@ -21,6 +21,7 @@ from .errors import DgemmaError, OptionError, OutputError, PromptError, UserErro
 
 PROG = "dgemma"
 BUDGETS = (70, 140, 280, 560, 1120)  # dgemma.vision.BUDGETS, which comes with numpy
+GEOMETRIES = ("demo", "small", "mid", "full")  # the shipped checkpoint, and dgemma.geometry's, which comes with mlx
 FLAGS = {  # the library's names in its messages -> what was typed here
     "max_new_tokens": "--max-tokens",
     "max_denoising_steps": "--steps",
@@ -145,6 +146,8 @@ def parser() -> Parser:
     add_info(commands)
     add_fit(commands)
     add_convert(commands)
+    add_bench(commands)
+    add_profile(commands)
     add_doctor(commands)
     return top
 
@@ -294,6 +297,68 @@ def add_convert(commands) -> None:
     group.add_argument("--overwrite", action="store_true", help="replace the checkpoint in OUT, once the new one is whole")
 
 
+def add_bench(commands) -> None:
+    """The options of `bench`."""
+    made = command(
+        commands,
+        "bench",
+        bench,
+        "measure the speed of each part of an answer, beside other runtimes on the same weights",
+        "dgemma bench --prefix 100 --batch 1 --image-budget 70 --steps 3 --turns 1 --seconds 0.01",
+    )
+    add_weights_options(made)
+    group = made.add_argument_group("what is measured")
+    several = {"metavar": "N", "type": whole, "nargs": "+"}
+    group.add_argument("--prefix", **several, help="prompt lengths; default those of 256 1024 8192 32768 that fit")
+    group.add_argument(
+        "--batch", **several, help="rows: the first at each prefix, the others at that nearest 1024; default 1 4 8"
+    )
+    group.add_argument(
+        "--image-budget", **several, choices=BUDGETS, help="soft tokens of a picture; default those of 70 280 1120 that fit"
+    )
+    group.add_argument("--steps", metavar="N", type=whole, default=8, help="denoising steps of a block; default 8")
+    group.add_argument("--turns", metavar="N", type=whole, default=3, help="how often each runtime has its turn; default 3")
+    group.add_argument("--seconds", metavar="S", type=real, default=1.0, help="for each measurement of a turn; default 1")
+    group.add_argument(
+        "--peer", metavar="NAME[=PYTHON]", action="append", default=[],
+        help="also measure transformers, mlx-vlm or mlx-vlm+blas (with the BLAS that dgemma loads), run by that Python; "
+        "may be given many times",
+    )  # fmt: skip
+    made.add_argument("--json", metavar="FILE", help="write every sample there as JSON")
+
+
+def add_profile(commands) -> None:
+    """The options of `profile`."""
+    made = command(
+        commands,
+        "profile",
+        profile,
+        "break one denoising step, and one picture, down by part: time, bytes and operations",
+        "dgemma profile --prefix 100 --image-budget 70 --seconds 0.01",
+    )
+    add_weights_options(made)
+    group = made.add_argument_group("what is measured")
+    group.add_argument("--prefix", metavar="N", type=whole, default=1024, help="tokens of the prompt; default 1024")
+    group.add_argument("--batch", metavar="N", type=whole, default=1, help="rows; default 1")
+    group.add_argument("--image-budget", metavar="N", type=whole, choices=BUDGETS, help="soft tokens of the picture; default 280")
+    group.add_argument("--seconds", metavar="S", type=real, default=1.0, help="for each part; default 1")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_weights_options(made: Parser) -> None:
+    """Which weights a measurement runs on."""
+    group = made.add_argument_group("weights")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument(
+        "--geometry", choices=GEOMETRIES, default="demo",
+        help="the shipped checkpoint (default), or random weights: small, mid, or full, the released geometry",
+    )  # fmt: skip
+    which.add_argument("--model", metavar="MODEL", help="or a checkpoint: a folder, or a hub id such as google/name")
+    group.add_argument("--bits", metavar="N", type=whole, help="pack the weights, by the default recipe of convert")
+    group.add_argument("--dtype", metavar="DTYPE", help="of activations; default bfloat16 on a GPU, float32 on a CPU")
+    group.add_argument("--seed", metavar="N", type=whole, default=0, help="of random weights; default 0")
+
+
 def add_doctor(commands) -> None:
     """The options of `doctor`."""
     made = command(
@@ -404,6 +469,22 @@ def convert(args: argparse.Namespace) -> int:
     from . import convert as module  # here, as the module's docstring says
 
     return module.run(args)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """`dgemma bench`."""
+    from . import bench as module  # here, as the module's docstring says
+
+    return module.run(args)
+
+
+def profile(args: argparse.Namespace) -> int:
+    """`dgemma profile`."""
+    from . import breakdown  # here, as the module's docstring says
+
+    found = breakdown.read(args)
+    sys.stdout.write(render.json_line(found) if args.json else breakdown.text(found))
+    return 0
 
 
 def doctor(args: argparse.Namespace) -> int:
