@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
+from . import kernels
 from . import sampler as sampling
 from .config import GenerationConfig
 from .errors import OptionError
@@ -322,18 +323,19 @@ def _look(
     `hidden [R, C, D]`, `uniforms [R, C]`. Some positions at a time, so that no temporary has more than VOCABULARY numbers.
     """
     shape, rows = hidden.shape, hidden.reshape(-1, hidden.shape[-1])  # [R C, D]
-    most = max(1, VOCABULARY // model.config.text.vocab_size)
+    text = model.config.text
+    most, cap = max(1, VOCABULARY // text.vocab_size), text.final_logit_softcapping
     pieces = []
     for begin in range(0, len(rows), most):
-        seen = sampling.statistics(model.head(rows[begin : begin + most]) / t)
-        drawn = sampling.draw(seen.probabilities, uniforms.reshape(-1)[begin : begin + most])
-        pieces.append((seen.best, seen.entropy, seen.confidence, drawn, model.soft_embed(seen.probabilities)))
+        scores = model.scores(rows[begin : begin + most])
+        *seen, probabilities = kernels.believe(scores, cap, t, uniforms.reshape(-1)[begin : begin + most])
+        pieces.append((*seen, model.soft_embed(probabilities)))
         if len(rows) > most:  # or the next piece would begin before this one has let go of its temporaries
             mx.eval(pieces[-1])
     best, entropy, confidence, drawn, belief = (
         mx.concatenate(parts).reshape(*shape[:2], *parts[0].shape[1:]) for parts in zip(*pieces)
     )
-    return sampling.Statistics(None, best, entropy, confidence), drawn, belief
+    return sampling.Statistics(best, entropy, confidence), drawn, belief
 
 
 def _finish_block(rows: list[_Row], block: int, tokens: np.ndarray, steps: np.ndarray, options: Options) -> Block:

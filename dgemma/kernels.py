@@ -23,6 +23,7 @@ _chosen = CHOICES[name]
 
 add_normed = _chosen.add_normed
 attention = _chosen.attention
+believe = _chosen.believe
 experts = _chosen.experts
 geglu = _chosen.geglu
 heads = _chosen.heads

@@ -167,10 +167,13 @@ class DiffusionGemma(nn.Module):
         return self.norm(decode(self.layers, x, turns, [cache.read_block for cache in caches]))
 
     def head(self, x: mx.array) -> mx.array:
-        """Soft-capped logits `[..., V]` of hidden states `[..., D]`, through the transposed embedding."""
-        cap = self.config.text.final_logit_softcapping
-        logits = kernels.scores(x, self.embed_tokens).astype(mx.float32)  # entropies of 0.005 need more than bf16 keeps
-        return kernels.softcap(logits, cap)
+        """Soft-capped logits `[..., V]`, float32, of hidden states `[..., D]`."""
+        logits = self.scores(x).astype(mx.float32)  # entropies of 0.005 need more than bf16 keeps
+        return kernels.softcap(logits, self.config.text.final_logit_softcapping)
+
+    def scores(self, x: mx.array) -> mx.array:
+        """Hidden states `[..., D]` through the transposed embedding: `[..., V]` in x's dtype, not capped yet."""
+        return kernels.scores(x, self.embed_tokens)
 
     # -- shared -------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from .layers import Block, Read
 from .model import Cache, DiffusionGemma
 from .runtime import noise_picture
 
-ELEMENTWISE = 6  # operations that each logit of a step cannot avoid: peak, difference, exponential, two sums, running sum
+ELEMENTWISE = 7  # operations that each score of a step cannot avoid: cap, peak, difference, exponential, two sums, running sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,26 +169,25 @@ def _wide_parts(model: DiffusionGemma, last: Met, shape: tuple[int, int]) -> lis
     whole = last.frame(last.x)[-1].reshape(-1, text.hidden_size)  # [R, D]
     piece = whole[: max(1, VOCABULARY // text.vocab_size)]
     rows, times = len(piece), len(whole) / len(piece)
-    logits = model.head(model.norm(piece))
+    scores, cap = model.scores(model.norm(piece)), text.final_logit_softcapping
     uniforms, accept = mx.random.uniform(shape=(2, rows), key=mx.random.key(0)), sampling.EntropyBound().accept
-    believed = sampling.statistics(logits).probabilities
-    mx.eval(piece, logits, uniforms, believed)
+    believed = kernels.believe(scores, cap, 0.6, uniforms[0])[-1]
+    mx.eval(piece, scores, uniforms, believed)
 
     def sample() -> list[mx.array]:
-        seen = sampling.statistics(logits / 0.6)
-        drawn = sampling.draw(seen.probabilities, uniforms[0])
-        flat = sampling.Statistics(None, *(one.reshape(1, -1) for one in (seen.best, seen.entropy, seen.confidence)))
+        best, entropy, confidence, drawn, probabilities = kernels.believe(scores, cap, 0.6, uniforms[0])
+        flat = sampling.Statistics(*(one.reshape(1, -1) for one in (best, entropy, confidence)))
         tokens = mx.where(accept(flat), drawn[None], sampling.noise(uniforms[1], text.vocab_size)[None])
-        return [tokens, seen.best, seen.entropy, seen.probabilities]
+        return [tokens, best, entropy, probabilities]
 
     table, line, wide = held(model.embed_tokens), rows * text.hidden_size * width, rows * text.vocab_size
     products = 2 * wide * text.hidden_size
     return [
-        Part(name="head", layers=1, times=times, run=lambda: [model.head(model.norm(piece))],
-             nbytes=table + line + 4 * wide, operations=products),
-        Part(name="sampler", layers=1, times=times, run=sample, nbytes=8 * wide, operations=ELEMENTWISE * wide),
+        Part(name="head", layers=1, times=times, run=lambda: [model.scores(model.norm(piece))],
+             nbytes=table + line + width * wide, operations=products),
+        Part(name="sampler", layers=1, times=times, run=sample, nbytes=2 * width * wide, operations=ELEMENTWISE * wide),
         Part(name="soft embedding", layers=1, times=times, run=lambda: [model.soft_embed(believed)],
-             nbytes=table + 4 * wide + line, operations=products),
+             nbytes=table + width * wide + line, operations=products),
     ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The operations that have one formulation per backend, in plain mlx: what GPUs run, and what the others must equal.
 
 Letters: B batch, L positions, H query heads, K key/value heads, E head width, T rows or keys, D hidden, X experts, I their
-inner width, V vocabulary.
+inner width, R rows of a canvas, V vocabulary.
 """
 
 from __future__ import annotations
@@ -133,6 +133,32 @@ def softcap(logits: mx.array, cap: float) -> mx.array:
 def softmax(logits: mx.array) -> mx.array:
     """Softmax over the last axis, float32."""
     return mx.softmax(logits, axis=-1, precise=True)
+
+
+def believe(
+    scores: mx.array, cap: float, t: float, uniforms: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+    """What the raw `scores [R, V]` of the head say of each position at temperature `t`: all of a step as wide as the vocabulary.
+
+    `cap` bounds the logits (softcap); `uniforms [R]`, float32 in 0..1, draw one token each. Returns the most likely tokens
+    `[R]`, their distributions' entropies `[R]` (float32, nats, at least 0), the probabilities of the most likely `[R]`
+    (float32), the tokens drawn `[R]` (int32), and all probabilities `[R, V]` in the dtype of `scores`, as `mix` takes them.
+    """
+    logits = softcap(scores.astype(mx.float32), cap) / t  # float32: entropies of 0.005 need more than bf16 keeps
+    probabilities = softmax(logits)
+    peak, confidence = logits.max(axis=-1), probabilities.max(axis=-1)
+    # H = log Z - E[logit]; with log Z = peak - log(confidence) no second pass of exponentials is needed.
+    entropy = mx.maximum(peak - mx.log(confidence) - (probabilities * logits).sum(axis=-1), 0.0)
+    drawn = draw(probabilities, uniforms)
+    return logits.argmax(axis=-1), entropy, confidence, drawn, probabilities.astype(scores.dtype)
+
+
+def draw(probabilities: mx.array, uniforms: mx.array) -> mx.array:
+    """A token for each position of `probabilities [..., V]` by the inverse of the distribution function: int32 `[...]`."""
+    cumulative = mx.cumsum(probabilities, axis=-1)
+    target = uniforms[..., None] * cumulative[..., -1:]  # the last entry is 1 up to rounding
+    below = (cumulative <= target).sum(axis=-1)
+    return mx.minimum(below, probabilities.shape[-1] - 1).astype(mx.int32)
 
 
 def route(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:

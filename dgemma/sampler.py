@@ -1,6 +1,7 @@
-"""One denoising step's choices: temperature, entropy, which positions to accept, what the others become.
+"""One denoising step's choices: temperature, which positions to accept, what the others become.
 
-Pure functions of arrays; letters as elsewhere: B rows, C canvas positions, V vocabulary. The rules are those of the model
+Pure functions of arrays; letters as elsewhere: B rows, C canvas positions. What is as wide as the vocabulary, entropies and
+draws, is `believe` of dgemma.kernels. The rules are those of the model
 card (google/diffusiongemma-26B-A4B-it) and of Ben-Hamu et al. 2025, "Accelerated sampling from masked diffusion models
 via entropy bounded unmasking" (arXiv:2505.24857).
 """
@@ -12,7 +13,6 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from . import kernels
 from .errors import OptionError
 
 
@@ -20,7 +20,6 @@ from .errors import OptionError
 class Statistics:
     """What the model believes about each position, after temperature."""
 
-    probabilities: mx.array | None  # [B, C, V] float32; None once they have been used, for samplers judge without them
     best: mx.array  # [B, C] the most likely token
     entropy: mx.array  # [B, C] float32, nats
     confidence: mx.array  # [B, C] float32, the probability of `best`
@@ -29,24 +28,6 @@ class Statistics:
 def temperature(remaining: int, steps: int, t_min: float, t_max: float) -> float:
     """The schedule: t_max while `remaining` is `steps`, falling on a line towards t_min at 0 (1 is the last step)."""
     return t_min + (t_max - t_min) * remaining / steps
-
-
-def statistics(logits: mx.array) -> Statistics:
-    """What `logits [B, C, V]`, already divided by the temperature, say of each position."""
-    probabilities = kernels.softmax(logits)
-    peak = logits.max(axis=-1)
-    confidence = probabilities.max(axis=-1)
-    # H = log Z - E[logit]; with log Z = peak - log(confidence) no second pass of exponentials is needed.
-    entropy = peak - mx.log(confidence) - (probabilities * logits).sum(axis=-1)
-    return Statistics(probabilities, logits.argmax(axis=-1), mx.maximum(entropy, 0.0), confidence)
-
-
-def draw(probabilities: mx.array, uniforms: mx.array) -> mx.array:
-    """A token for each position `[B, C]` by the inverse of the distribution function, one uniform number each."""
-    cumulative = mx.cumsum(probabilities, axis=-1)  # [B, C, V]
-    target = uniforms[..., None] * cumulative[..., -1:]  # the last entry is 1 up to rounding
-    below = (cumulative <= target).sum(axis=-1)
-    return mx.minimum(below, probabilities.shape[-1] - 1).astype(mx.int32)
 
 
 def noise(uniforms: mx.array, vocabulary: int) -> mx.array:

@@ -119,6 +119,75 @@ def test_softcap_and_softmax():
     np.testing.assert_array_equal(np.array(logits), kept, err_msg="the input is left alone")
 
 
+# -- believe ----------------------------------------------------------------------------------------------------------
+
+BELIEVERS = pytest.mark.parametrize("module", [cpu, cuda, plain], ids=["cpu", "cuda", "plain"])
+WIDTHS = pytest.mark.parametrize("rows, width", [(14, 50), (1, 64), (5, 129), (40, 3000)])  # narrower than a run, and more
+
+
+def believed(scores, cap, t, uniforms):
+    """The definitions, in float64."""
+    logits = np.tanh(np.array(scores, np.float64) / cap) * cap / t
+    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    entropy = -(p * np.log(p, where=p > 0, out=np.zeros_like(p))).sum(axis=-1)
+    drawn = (p.cumsum(axis=-1) <= np.array(uniforms, np.float64)[:, None]).sum(axis=-1)
+    return logits.argmax(axis=-1), entropy, p.max(axis=-1), drawn, p
+
+
+@BELIEVERS
+@WIDTHS
+@pytest.mark.parametrize("t", [0.4, 1.0])
+def test_believe_against_definitions(module, rows, width, t):
+    scores = random(rows, width, scale=6.0)
+    uniforms = mx.array(((np.arange(rows) + 0.37) / rows).astype(np.float32))
+    kept, want = np.array(scores), believed(scores, 30.0, t, uniforms)
+    best, entropy, confidence, drawn, probabilities = (np.array(one) for one in module.believe(scores, 30.0, t, uniforms))
+    np.testing.assert_array_equal(best, want[0])
+    np.testing.assert_array_equal(drawn, want[3])
+    for found, right in ((entropy, want[1]), (confidence, want[2]), (probabilities, want[4])):
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, right, atol=5e-6 if module is cpu else 2e-4)  # mlx sums 3,000 logits in a row
+    np.testing.assert_array_equal(np.array(scores), kept, err_msg="the input is left alone")
+
+
+@BELIEVERS
+def test_entropy_of_certainty_is_zero_not_negative_nor_nan(module):
+    scores = np.full((2, 90), -300.0, np.float32)
+    scores[:, 4] = 300.0
+    best, entropy, confidence, drawn, _ = (np.array(one) for one in module.believe(mx.array(scores), 30.0, 0.4, mx.array([0.0, 1.0])))
+    assert (entropy >= 0).all() and (entropy < 1e-6).all() and (confidence == 1).all()
+    assert best.tolist() == [4, 4] and drawn[0] == 4
+
+
+@BELIEVERS
+@pytest.mark.parametrize("before", [0, 62, 200], ids=["in the first run", "across two runs", "in the last run"])
+def test_a_draw_is_the_inverse_of_the_distribution_function(module, before):
+    shares = np.zeros(before + 5)
+    shares[before : before + 4] = [0.25, 0.0, 0.5, 0.25]
+    scores = np.log(np.maximum(shares, 1e-30)).astype(np.float32)
+    for u, token in [(0.001, 0), (0.2, 0), (0.2501, 2), (0.5, 2), (0.7499, 2), (0.7501, 3), (0.9999999, 3)]:
+        drawn = module.believe(mx.array(scores)[None], 1e4, 1.0, mx.array([u]))[3]
+        assert drawn.item() == before + token, u
+
+
+@BELIEVERS
+def test_draws_follow_the_probabilities(module):
+    scores = mx.broadcast_to(mx.log(mx.array([0.1, 0.2, 0.3, 0.4])), (20000, 4))
+    drawn = np.array(module.believe(scores, 1e4, 1.0, mx.random.uniform(shape=(20000,), key=mx.random.key(0)))[3])
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 20000, [0.1, 0.2, 0.3, 0.4], atol=0.015)
+
+
+@BELIEVERS
+def test_beliefs_in_bfloat16_are_told_in_float32(module):
+    scores, uniforms = random(3, 70, scale=4.0).astype(mx.bfloat16), mx.array([0.1, 0.5, 0.9])
+    *seen, probabilities = module.believe(scores, 30.0, 0.6, uniforms)
+    want = believed(np.array(scores.astype(mx.float32)), 30.0, 0.6, uniforms)
+    assert probabilities.dtype == mx.bfloat16 and seen[1].dtype == seen[2].dtype == mx.float32
+    for found, right in zip(seen, want):
+        np.testing.assert_allclose(np.array(found), right, atol=5e-5)
+
+
 def stack(matrices):
     made = ExpertStack(*matrices.shape)
     made.weight = matrices
