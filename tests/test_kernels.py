@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dgemma  # noqa: F401
-from dgemma import cpu, cuda, plain
+from dgemma import cpu, plain
 from dgemma.attention import Rotary
 from dgemma.config import Rope
 from dgemma.matrices import ExpertStack
@@ -121,7 +121,7 @@ def test_softcap_and_softmax():
 
 # -- believe ----------------------------------------------------------------------------------------------------------
 
-BELIEVERS = pytest.mark.parametrize("module", [cpu, cuda, plain], ids=["cpu", "cuda", "plain"])
+BELIEVERS = pytest.mark.parametrize("module", [cpu, plain], ids=["cpu", "plain"])
 WIDTHS = pytest.mark.parametrize("rows, width", [(14, 50), (1, 64), (5, 129), (40, 3000)])  # narrower than a run, and more
 
 
@@ -194,21 +194,6 @@ def stack(matrices):
     return made
 
 
-def test_tiles_are_as_drawn():
-    source, expert, place = cuda.tiles(mx.array([[2], [0], [2]]), 3, 2)
-    assert expert.tolist()[:2] == [0, 2] and source.tolist()[:4] == [1, 0, 0, 2] and place.tolist() == [2, 0, 3]
-
-
-@pytest.mark.parametrize("count, k, number, size", [(1, 1, 1, 16), (7, 3, 5, 2), (40, 2, 6, 16), (9, 4, 4, 4), (64, 8, 128, 16)])
-def test_tiles_hold_every_pair_once_and_one_expert_each(count, k, number, size):
-    stream = np.random.RandomState(count)
-    chosen = np.stack([stream.choice(number, size=k, replace=False) for _ in range(count)])
-    source, expert, place = (np.array(a) for a in cuda.tiles(mx.array(chosen), number, size))
-    assert len(set(place.tolist())) == count * k and len(source) == len(expert) * size
-    np.testing.assert_array_equal(source[place], np.repeat(np.arange(count), k))
-    np.testing.assert_array_equal(expert[place // size], chosen.reshape(-1))
-
-
 @pytest.mark.parametrize("count, k", [(1, 1), (1, 2), (40, 2), (40, 6)])
 @pytest.mark.parametrize("favourites", [False, True])
 def test_experts(count, k, favourites):
@@ -226,7 +211,6 @@ def test_experts(count, k, favourites):
     stacks = stack(gate_up), stack(down)
     same(plain.experts(rows, chosen, weights, *stacks), want)
     same(cpu.experts(rows, chosen, weights, *stacks), want)
-    same(cuda.experts(rows, chosen, weights, *stacks), want)
 
 
 def test_other_dtypes_get_the_plain_formulation():
