@@ -8,11 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .config import TextConfig
-from .layers import Block, GeGLU, Read, RMSNorm, unweighted_norm
+from .layers import Block, GeGLU, Read, RMSNorm, one_ahead, unweighted_norm
 
 
-# Canvas positions of a batch from which on each layer is computed before the next is laid out: a GPU lets go of temporaries
-# when they are computed, and of a large batch those of thirty layers are gigabytes. Waiting costs a small one time.
+# Canvas positions of a batch from which on layers are computed while the next is laid out (layers.one_ahead): the temporaries
+# of all of a large batch's layers are gigabytes. Waiting costs a small one time.
 MANY = 512
 
 
@@ -39,8 +39,9 @@ def decode(
     blocks: Sequence[Block], x: mx.array, angles: Sequence[tuple[mx.array, mx.array]], reads: Sequence[Read]
 ) -> mx.array:
     """A canvas `x [B, C, D]` through all blocks; `angles` and `reads` are per block."""
+    before = None
     for block, turn, read in zip(blocks, angles, reads):
         x = block.decode(x, turn, read)
         if x.shape[0] * x.shape[1] >= MANY:
-            mx.eval(x)
+            before = one_ahead(x, before)
     return x

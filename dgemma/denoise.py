@@ -23,13 +23,12 @@ import numpy as np
 
 from . import kernels
 from . import sampler as sampling
+from .canvas import MANY
 from .config import GenerationConfig
 from .errors import OptionError
 from .model import Cache, DiffusionGemma
 from .sampler import EntropyBound, Sampler
 from .stopping import BlockRule, StableAndConfident, cut
-
-VOCABULARY = 1 << 26  # numbers of the widest temporaries: 256 positions of the released vocabulary, 256 MiB in float32
 
 Pins = Mapping[int, int]  # position in the answer -> the token that it holds from the first step to the last
 
@@ -122,22 +121,43 @@ class _Row:
     reason: str | None = None
     redrawn: int = 0
 
-    def uniforms(self, shape: tuple[int, ...]) -> mx.array:
-        self.key, now = mx.random.split(self.key)
-        return mx.random.uniform(shape=shape, key=now)
-
 
 @dataclass(frozen=True)
 class _Canvas:
     """A block being written, between two steps; R rows."""
 
     tokens: mx.array  # [R, C]
+    keys: tuple[mx.array, ...]  # the rows' randomness from here on
     pinned: mx.array | None  # [R, C] bool
     active: np.ndarray  # [R] bool
     steps: np.ndarray  # [R] int: steps taken
     belief: mx.array | None = None  # [R, C, D] what the last step believed, as a soft embedding
     best: tuple[np.ndarray, ...] = ()  # the newest canvases of most likely tokens, [R, C] each, for the block rule
     shown: tuple[np.ndarray, ...] | None = None  # best, entropy and accepted of each row's last step, [R, C] each
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A step laid out for mlx, perhaps under way, and nothing of it read; R rows."""
+
+    number: int
+    temperature: float
+    active: np.ndarray  # [R] bool: the rows that take it
+    keys: tuple[mx.array, ...]  # the rows' randomness after it
+    tokens: mx.array  # [R, C]
+    best: mx.array  # [R, C]
+    entropy: mx.array  # [R, C]
+    accepted: mx.array  # [R, C]
+    belief: mx.array  # [R, C, D]
+
+    def start(self) -> _Laid:
+        """Let mlx compute it while Python goes on."""
+        mx.async_eval(self.tokens, self.best, self.entropy, self.accepted, self.belief)
+        return self
+
+    def leave(self, state: _Canvas) -> _Canvas:
+        """What the next step begins with."""
+        return replace(state, tokens=self.tokens, keys=self.keys, belief=self.belief)
 
 
 def denoise(
@@ -210,12 +230,7 @@ def _write_block(
     pending = np.ones(len(rows), dtype=bool)
     state, steps = None, np.zeros(len(rows), dtype=int)
     while pending.any():
-        state = _begin(model, rows, block, pending, start, state)
-        for number in range(1, options.max_denoising_steps + 1):
-            state, step = _step(model, caches, rows, block, number, state, options)
-            yield step
-            if not state.active.any():
-                break
+        state = yield from _write_canvas(model, caches, rows, block, _begin(model, rows, block, pending, start, state), options)
         tokens = state.shown[0]
         steps += state.steps
         empty = np.isin(tokens[:, 0], options.end_token_ids)
@@ -223,7 +238,34 @@ def _write_block(
         pending, start = pending & empty & again, None
         for i in np.flatnonzero(pending):
             rows[i].redrawn += 1
+    for row, key in zip(rows, state.keys):
+        row.key = key
     return tokens, steps
+
+
+def _write_canvas(
+    model: DiffusionGemma, caches: Sequence[Cache], rows: list[_Row], block: int, state: _Canvas, options: Options
+) -> Generator[Step, None, _Canvas]:
+    """Take steps until every row has settled or they are used up.
+
+    While a GPU computes a step the next one is laid out, and started as soon as it is known to be wanted: between two steps
+    the GPU waits for one read-back of four small arrays and for nothing else. Only what a step begins with decides what it
+    computes, so nothing changes but the time.
+    """
+    laid = _lay_out(model, caches, state, 1, options).start()
+    while True:
+        ahead = None
+        if kernels.LAZY and laid.number < options.max_denoising_steps and state.tokens.size < MANY:
+            ahead = _lay_out(model, caches, laid.leave(state), laid.number + 1, options)
+        state, step = _read(laid, state, rows, block, options)
+        last = laid.number == options.max_denoising_steps or not state.active.any()
+        if ahead is not None and not last:
+            # It was laid out for the rows that were at work then; if one has settled since, it is of no use.
+            ahead = ahead.start() if np.array_equal(ahead.active, state.active) else None
+        yield step
+        if last:
+            return state
+        laid = ahead or _lay_out(model, caches, state, laid.number + 1, options).start()
 
 
 def _begin(
@@ -239,9 +281,10 @@ def _begin(
     When a block is drawn again, inactive rows draw nothing and keep what they had `before`.
     """
     length, vocabulary = model.config.canvas_length, model.config.text.vocab_size
+    keys = tuple(row.key for row in rows) if before is None else before.keys
     if start is None:
-        still = mx.zeros((length,))
-        tokens = sampling.noise(mx.stack([r.uniforms((length,)) if a else still for r, a in zip(rows, active)]), vocabulary)
+        keys, uniforms = _uniforms(keys, active, (length,))
+        tokens = sampling.noise(uniforms, vocabulary)
     else:
         tokens = mx.array(start.astype(np.int32))
     pinned, held = _pins(rows, block, length)
@@ -250,7 +293,16 @@ def _begin(
     if before is not None:
         tokens = mx.where(mx.array(active)[:, None], tokens, before.tokens)
     shown = None if before is None else before.shown
-    return _Canvas(tokens, pinned, active.copy(), np.zeros(len(rows), dtype=int), shown=shown)
+    return _Canvas(tokens, keys, pinned, active.copy(), np.zeros(len(rows), dtype=int), shown=shown)
+
+
+def _uniforms(
+    keys: Sequence[mx.array], active: np.ndarray, shape: tuple[int, ...]
+) -> tuple[tuple[mx.array, ...], mx.array]:
+    """The next keys, and uniform numbers `[R, *shape]` from the present ones; rows that are not active draw nothing."""
+    pairs = [mx.random.split(key) if a else (key, None) for key, a in zip(keys, active)]
+    drawn = [mx.zeros(shape) if now is None else mx.random.uniform(shape=shape, key=now) for _, now in pairs]
+    return tuple(key for key, _ in pairs), mx.stack(drawn)
 
 
 def _pins(rows: list[_Row], block: int, length: int) -> tuple[mx.array | None, mx.array | None]:
@@ -264,21 +316,12 @@ def _pins(rows: list[_Row], block: int, length: int) -> tuple[mx.array | None, m
     return (mx.array(pinned), mx.array(held)) if pinned.any() else (None, None)
 
 
-def _step(
-    model: DiffusionGemma,
-    caches: Sequence[Cache],
-    rows: list[_Row],
-    block: int,
-    number: int,
-    state: _Canvas,
-    options: Options,
-) -> tuple[_Canvas, Step]:
-    """One step of all active rows: believe, accept, draw, renoise, judge."""
+def _lay_out(model: DiffusionGemma, caches: Sequence[Cache], state: _Canvas, number: int, options: Options) -> _Laid:
+    """One step of all active rows, up to where it is judged: believe, accept, draw, renoise."""
     length, vocabulary = state.tokens.shape[1], model.config.text.vocab_size
     steps = options.max_denoising_steps
     t = sampling.temperature(steps + 1 - number, steps, options.t_min, options.t_max)
-    still = mx.zeros((2, length))
-    uniforms = mx.stack([r.uniforms((2, length)) if a else still for r, a in zip(rows, state.active)])  # [R, 2, C]
+    keys, uniforms = _uniforms(state.keys, state.active, (2, length))  # [R, 2, C]
 
     seen, drawn, belief = _look(model, model.canvas_hidden(state.tokens, caches, state.belief), t, uniforms[:, 0])
     if state.pinned is not None:  # settled whatever the model believes, and no rival of the free positions
@@ -292,27 +335,28 @@ def _step(
     tokens = mx.where(accepted, drawn, sampling.noise(uniforms[:, 1], vocabulary))
     if state.pinned is not None:
         tokens, accepted = mx.where(state.pinned, state.tokens, tokens), accepted | state.pinned
-    active = mx.array(state.active)[:, None]
-    tokens = mx.where(active, tokens, state.tokens)
-    mx.eval(tokens, seen.best, seen.entropy, accepted, belief)
+    tokens = mx.where(mx.array(state.active)[:, None], tokens, state.tokens)
+    return _Laid(number, t, state.active, keys, tokens, seen.best, seen.entropy, accepted, belief)
 
-    shown = (np.array(seen.best).astype(np.int32), np.array(seen.entropy), np.array(accepted))
+
+def _read(laid: _Laid, state: _Canvas, rows: list[_Row], block: int, options: Options) -> tuple[_Canvas, Step]:
+    """Wait for a step from `state`, read it and judge which rows have settled."""
+    shown = (np.array(laid.best).astype(np.int32), np.array(laid.entropy), np.array(laid.accepted))
     if state.shown is not None:
         shown = tuple(np.where(state.active[:, None], new, old) for new, old in zip(shown, state.shown))
-    canvas = np.array(tokens)
+    canvas = np.array(laid.tokens)
     for array in (canvas, *shown, state.active):
         array.setflags(write=False)  # events show the loop's own memory
     history = (*state.best, shown[0])[-(options.rule.history + 1) :]
-    after = _Canvas(
-        tokens=tokens,
-        pinned=state.pinned,
+    after = replace(
+        laid.leave(state),
         active=state.active & ~options.rule.settled(history, shown[1]),
         steps=state.steps + state.active,
-        belief=belief,
         best=history,
         shown=shown,
     )
-    return after, Step(block, number, t, tuple(row.place for row in rows), state.active, canvas, *shown)
+    step = Step(block, laid.number, laid.temperature, tuple(row.place for row in rows), state.active, canvas, *shown)
+    return after, step
 
 
 def _look(
@@ -320,11 +364,11 @@ def _look(
 ) -> tuple[sampling.Statistics, mx.array, mx.array]:
     """All of a step that is as wide as the vocabulary: statistics, tokens drawn `[R, C]`, and the belief `[R, C, D]`.
 
-    `hidden [R, C, D]`, `uniforms [R, C]`. Some positions at a time, so that no temporary has more than VOCABULARY numbers.
+    `hidden [R, C, D]`, `uniforms [R, C]`. Some positions at a time, so that no temporary has more than kernels.WIDE numbers.
     """
     shape, rows = hidden.shape, hidden.reshape(-1, hidden.shape[-1])  # [R C, D]
     text = model.config.text
-    most, cap = max(1, VOCABULARY // text.vocab_size), text.final_logit_softcapping
+    most, cap = max(1, kernels.WIDE // text.vocab_size), text.final_logit_softcapping
     pieces = []
     for begin in range(0, len(rows), most):
         scores = model.scores(rows[begin : begin + most])

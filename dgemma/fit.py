@@ -23,7 +23,6 @@ from . import backend, cpu, kernels, plain
 from .attention.caches import STEP
 from .chat import read_image_budget
 from .config import SLIDING, ModelConfig, TextConfig, VisionConfig
-from .denoise import VOCABULARY
 from .errors import OptionError
 from .hub import find
 from .model import CHUNK, SCORES
@@ -143,7 +142,8 @@ def _step(text: TextConfig, canvas: int, job: Job, width: int) -> int:
     rows, keys = job.batch * canvas, job.context + canvas
     read = max(2 * job.batch * layer.kv_heads * layer.head_dim * _seen(text, layer, keys) for layer in text.layers) * width
     inside = read + _scores(text.num_attention_heads * rows, keys, width) + _rows(text, rows, width)
-    return max(inside, int(LOGITS * 4 * min(VOCABULARY, rows * text.vocab_size)))
+    logits = 2 * width if kernels.name == "cuda" else 4 * LOGITS  # bytes a number: scores and probabilities; temporaries in float32
+    return max(inside, int(logits * min(kernels.WIDE, rows * text.vocab_size)))
 
 
 def _seen(text: TextConfig, layer: Any, keys: int) -> int:

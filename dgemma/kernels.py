@@ -21,6 +21,11 @@ if name not in CHOICES:
     raise ImportError(f"{VARIABLE}={name}: allowed are {', '.join(CHOICES)}")
 _chosen = CHOICES[name]
 
+LAZY = name != "cpu"  # whether the formulations only lay out what is to be computed; those of the CPU compute at once
+# Numbers of the widest temporaries: 256 positions of the released vocabulary, 256 MiB in float32. The CUDA formulations hold
+# two of bfloat16, and read the table of embeddings once for all positions of a piece.
+WIDE = 1 << (28 if name == "cuda" else 26)
+
 add_normed = _chosen.add_normed
 attention = _chosen.attention
 believe = _chosen.believe

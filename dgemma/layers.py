@@ -21,6 +21,17 @@ from .matrices import ExpertStack
 Read = Callable[[mx.array, mx.array], AttentionRead]
 
 
+def one_ahead(x: mx.array, before: mx.array | None) -> mx.array:
+    """Start on the layer that ends in `x`, and wait for the one that ended in `before`.
+
+    A GPU lets go of temporaries when they are computed: of two layers', not of thirty's, while the next is laid out.
+    """
+    mx.async_eval(x)
+    if before is not None:
+        mx.eval(before)
+    return x
+
+
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight`, computed in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 

@@ -21,7 +21,7 @@ from . import kernels
 from .canvas import SelfConditioning, decode
 from .config import SLIDING, ModelConfig
 from .errors import OptionError, PromptError
-from .layers import Block, Read, RMSNorm
+from .layers import Block, Read, RMSNorm, one_ahead
 from .matrices import Embedding
 
 IMAGE_ATTENTION = ("encoder-window", "bidirectional")
@@ -96,9 +96,10 @@ class DiffusionGemma(nn.Module):
             if text.use_bidirectional_attention == "vision":
                 blocks = image_blocks(ids, image)
         angles = self._angles(caches[0], ids.shape[1])
+        before = None
         for block, cache, layer in zip(self.layers, caches, text.layers):
             x = block.encode(x, angles[layer.kind], self._writer(cache, blocks))
-            mx.eval(x)  # a GPU lets go of temporaries when they are computed: of one layer's, not of thirty's
+            before = one_ahead(x, before)
         return self.norm(x)
 
     def _writer(self, cache: Cache, blocks: np.ndarray | None) -> Read:

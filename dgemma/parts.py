@@ -19,7 +19,6 @@ from mlx.utils import tree_flatten
 from . import backend, kernels
 from . import sampler as sampling
 from .config import FULL, SLIDING, TextConfig
-from .denoise import VOCABULARY
 from .layers import Block, Read
 from .model import Cache, DiffusionGemma
 from .runtime import noise_picture
@@ -167,7 +166,7 @@ def _wide_parts(model: DiffusionGemma, last: Met, shape: tuple[int, int]) -> lis
     """What is as wide as the vocabulary, on as many rows as the loop takes at once."""
     text, width = model.config.text, model.dtype.size
     whole = last.frame(last.x)[-1].reshape(-1, text.hidden_size)  # [R, D]
-    piece = whole[: max(1, VOCABULARY // text.vocab_size)]
+    piece = whole[: max(1, kernels.WIDE // text.vocab_size)]
     rows, times = len(piece), len(whole) / len(piece)
     scores, cap = model.scores(model.norm(piece)), text.final_logit_softcapping
     uniforms, accept = mx.random.uniform(shape=(2, rows), key=mx.random.key(0)), sampling.EntropyBound().accept

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import dgemma
-from dgemma import backend, bench, breakdown, cli, geometry, hub, parts, peers, results, terminal, weights
+from dgemma import backend, bench, breakdown, cli, geometry, hub, kernels, parts, peers, results, terminal, weights
 from dgemma.config import ModelConfig
 from dgemma.runtime import Dgemma, endless
 from dgemma.turns import Contender, Job, Record, compete
@@ -358,7 +358,7 @@ def test_what_a_part_cannot_avoid(runtime):
 
 def test_wide_parts_are_run_as_much_at_a_time_as_the_loop_does(runtime, monkeypatch):
     caches, canvas, logits = runtime.prefilled(30, 2)
-    monkeypatch.setattr(parts, "VOCABULARY", 4 * runtime.vocabulary)
+    monkeypatch.setattr(kernels, "WIDE", 4 * runtime.vocabulary)
     head = next(part for part in parts.step_parts(runtime.model, canvas, caches, logits) if part.name == "head")
     assert head.times == canvas.size / 4 and head.run()[0].shape == (4, runtime.vocabulary)
 

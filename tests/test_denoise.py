@@ -8,7 +8,7 @@ import pytest
 
 import dgemma  # noqa: F401
 from dgemma import denoise as loop
-from dgemma import weights
+from dgemma import kernels, weights
 from dgemma.config import GenerationConfig
 from dgemma.denoise import Block, Done, Options, Prefilled, Step, denoise
 from dgemma.errors import OptionError
@@ -263,11 +263,36 @@ def test_inputs_are_checked(model, more, message):
 def test_one_step_is_a_pure_function_of_its_state(model):
     caches = model.make_caches()
     model.prefill(ids_of(9), [], caches)
-    row = loop._Row(0, mx.random.key(0), {}, 2 * C)
+    row = loop._Row(0, mx.random.key(5), {}, 2 * C)
     state = loop._begin(model, [row], 0, np.array([True]), None, None)
     outcomes = []
     for _ in range(2):
-        row.key = mx.random.key(5)
-        after, step = loop._step(model, caches, [row], 0, 1, state, OPTIONS)
-        outcomes.append((step.canvas.tolist(), step.entropy.tolist(), after.active.tolist()))
-    assert outcomes[0] == outcomes[1] and state.steps.tolist() == [0]
+        after, step = loop._read(loop._lay_out(model, caches, state, 1, OPTIONS), state, [row], 0, OPTIONS)
+        outcomes.append((step.canvas.tolist(), step.entropy.tolist(), after.active.tolist(), [key.tolist() for key in after.keys]))
+    assert outcomes[0] == outcomes[1] and state.steps.tolist() == [0] and row.key.tolist() == mx.random.key(5).tolist()
+
+
+SETTLING = replace(OPTIONS, max_denoising_steps=12, rule=StableAndConfident(1, 4.4))  # on noise: some rows sooner than others
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SETTLING, replace(OPTIONS, max_denoising_steps=1)], ids=["all", "settling", "one"])
+@pytest.mark.parametrize("lengths", [(9,), (9, 4, 13)])
+def test_steps_laid_out_ahead_are_the_same_steps(model, monkeypatch, options, lengths):
+    ids, padding = padded(*lengths)
+    told = []
+    for lazy in (False, True):
+        monkeypatch.setattr(kernels, "LAZY", lazy)
+        events, rows = run(model, ids, options, seeds=range(len(lengths)), padding=padding, pins=[{3: 7} for _ in lengths])
+        shown = [(s.block, s.step, s.active.tolist(), s.canvas.tolist(), s.entropy.tolist()) for s in steps_of(events)]
+        told.append((shown, rows, [e.steps for e in events if isinstance(e, Block)]))
+    assert told[0] == told[1]
+    if options is SETTLING and len(lengths) > 1:
+        assert len({tuple(s[2]) for s in told[0][0]}) > 1, "one row settles before another"
+
+
+def test_a_reader_who_leaves_between_steps_leaves_the_model_usable(model, monkeypatch):
+    monkeypatch.setattr(kernels, "LAZY", True)
+    events = denoise(model, ids_of(9), [], options=OPTIONS, seeds=(0,))
+    assert next(events) and next(events)
+    events.close()
+    assert run(model, ids_of(9))[1] == run(model, ids_of(9))[1]
