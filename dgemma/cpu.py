@@ -83,14 +83,27 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
 
 
 def _normed(x: np.ndarray, weight: mx.array | None, eps: float) -> np.ndarray:
-    scale = np.einsum("...i,...i->...", x, x)
+    out, scale = np.empty(x.shape, np.float32), None if weight is None else view(weight)
+    width = x.shape[-1]
+    in_strips(lambda part, normed: _norm(part, scale, eps, normed), x.reshape(-1, width), out.reshape(-1, width))
+    return out
+
+
+def _norm(x: np.ndarray, weight: np.ndarray | None, eps: float, out: np.ndarray) -> None:
+    scale = np.einsum("ri,ri->r", x, x)
     scale /= x.shape[-1]
     scale += eps
     np.sqrt(scale, out=scale)
-    out = x / scale[..., None]
+    np.divide(x, scale[:, None], out=out)
     if weight is not None:
-        out *= view(weight)
-    return out
+        out *= weight
+
+
+@_of_float32
+def rotate(x: mx.array, angles: Angles) -> mx.array:
+    """As plain.rotate."""
+    mx.eval(x, *angles)
+    return _rotated(view(x), angles)
 
 
 @_of_float32
@@ -231,7 +244,7 @@ def route(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
 @_of_float32
 def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: nn.Module, down: nn.Module) -> mx.array:
     """As plain.experts, each expert on the rows that chose it, experts side by side: mlx's gather_mm is slow here."""
-    (count, k), (number, inner, width) = chosen.shape, gate_up.shape
+    (count, k), (number, width, inner) = chosen.shape, down.shape
     mx.eval(rows, chosen, weights)
     picked = view(chosen).reshape(-1)  # [T k]
     order = np.argsort(picked, kind="stable")  # pairs of row and expert, expert after expert
@@ -241,13 +254,13 @@ def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: nn.Mod
     def consult(task: tuple[int, slice]) -> None:
         expert, pairs = task
         hidden = x[pairs] @ _matrix(gate_up, expert).T  # [pairs, 2 I]
-        gate, up = np.split(hidden, 2, axis=-1)
-        _geglu(gate, up, between := np.empty(gate.shape, np.float32))
+        between = np.empty((len(hidden), inner), np.float32)
+        _geglu(hidden[:, :inner], hidden[:, inner:], between)
         out[order[pairs]] = between @ _matrix(down, expert).T
 
     tasks = [(expert, slice(*pair)) for expert, pair in enumerate(zip([0, *ends], ends)) if pair[1] > pair[0]]
     packed = isinstance(gate_up, Packed) or isinstance(down, Packed)  # unpacked by mlx, on this thread
-    in_turns(consult, tasks, alone=packed or count * k * inner * width < 2 * WAKE)
+    in_turns(consult, tasks, alone=packed or count * k * inner * width < 4 * WAKE)
     return mx.array(np.einsum("tkd,tk->td", out.reshape(count, k, -1), view(weights)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .strips import in_turns
+from .strips import THREADS, in_turns
 
 ROWS = (32, 128)  # queries of a strip: OpenBLAS does a product of fewer at half its speed; of more, the scores leave the cache
 SCORES = 1 << 18  # scores of a strip of more than the fewest queries
@@ -40,6 +40,11 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: np.n
     tasks = [(row, begin) for row in range(batch) for begin in range(0, length, strip)]
     in_turns(work, tasks, alone=batch * heads * length * stored <= ALONE)
     return out.transpose(0, 2, 1, 3)
+
+
+def held(keys: int) -> int:
+    """Scores that a call holds at once, for strips of queries to so many `keys`: at most."""
+    return THREADS * max(ROWS[0] * keys, SCORES)
 
 
 def _bounded(q: np.ndarray, k: np.ndarray) -> bool:

@@ -56,7 +56,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def in_strips(function: Callable[..., None], *arrays: np.ndarray) -> None:
     """function(*strips) over strips of rows of every array, on all cores; the arrays share their first axis."""
     rows, width = len(arrays[0]), max(1, arrays[0].size // max(1, len(arrays[0])))
-    if arrays[0].size <= STRIP:
+    if arrays[0].size <= 2 * STRIP:
         function(*arrays)
         return
     strip = max(1, STRIP // width)

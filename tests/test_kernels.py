@@ -59,6 +59,11 @@ def test_heads(fraction, kind, shared):
         same(ours, theirs)
 
 
+def test_rotate_halves_of_a_head():
+    x, angles = random(2, 70, 4, 2, 24), tuple(random(70, 1, 2, 24, seed=seed) for seed in (1, 2))
+    same(*(module.rotate(x, angles) for module in (cpu, plain)))
+
+
 def test_residuals():
     x, dense, sparse = (random(2, 5, 24, seed=seed, scale=2.0) for seed in range(3))
     weights, scalar = tuple(random(24, seed=seed) for seed in range(3, 6)), mx.array([0.8])
