@@ -17,7 +17,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-NARROW = 1024  # a model of less hidden width multiplies matrices too small to share between threads
 BLAS_VARIABLE = "DGEMMA_BLAS"  # a library to load, or "none" to keep mlx's own
 
 
@@ -50,17 +49,11 @@ def blas() -> Blas:
     return _blas
 
 
-def fit_threads(hidden_size: int) -> None:
-    """One thread for the products that numpy does (dgemma.cpu) if the model is narrow; the last model loaded decides.
-
-    numpy gets the small products only, and waking a second thread for each of the 50 of a canvas pass costs more than it
-    gives. OPENBLAS_NUM_THREADS or OMP_NUM_THREADS in the environment decide instead, if set.
-    """
-    if "OPENBLAS_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in os.environ:
-        return
+def one_blas_thread() -> None:
+    """One thread for numpy's own BLAS, in this process; its products are shared out by dgemma.strips."""
     setter = getattr(_numpy_blas(), "scipy_openblas_set_num_threads64_", None)
     if setter is not None:
-        setter(1 if hidden_size < NARROW else cores())
+        setter(1)
 
 
 def cores() -> int:

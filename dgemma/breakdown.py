@@ -2,7 +2,8 @@
 
 Every part (dgemma.parts) is run by itself, one evaluation at its end, in turns with a whole step of the real loop, and
 stands beside the bytes that it cannot avoid to read or write and the operations that it cannot avoid. What the parts leave
-of the whole is the host's: Python, launches, waits, numbers read back.
+of the whole is the host's: Python, launches, waits, numbers read back. On a GPU a part alone waits for its own launches, which
+in the loop go beside what runs before them: there the parts may come to more than the whole.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .subject import Subject
 from .terminal import Progress
 
 ENDLESS = 1 << 20  # denoising steps of a block that is to go on
+STREAK = 4  # steps in a row: the loop lays one out while a GPU computes another
 BUDGET = 280  # soft tokens of the picture
 
 
@@ -72,13 +74,13 @@ def image(runtime: Dgemma, budget: int, seconds: float, progress: Progress) -> d
 
 def told(parts: Sequence[Part], whole: Callable[[], Any], seconds: float, progress: Progress) -> dict[str, Any]:
     """Medians of the whole and of each part, and what they come to; `seconds` for each of them, all in turns."""
-    things = [whole, *(lambda part=part: mx.eval(part.run()) for part in parts)]
+    things = [lambda: [whole() for _ in range(STREAK)], *(lambda part=part: mx.eval(part.run()) for part in parts)]
     for thing in things:
         thing()  # kernels are made
     rounds, end = [], time.perf_counter() + seconds * len(things)
     while not rounds or time.perf_counter() < end:
         progress.now("measuring", f", round {len(rounds) + 1}")
-        rounds.append([_milliseconds(thing) * times for thing, times in zip(things, [1.0, *(part.times for part in parts)])])
+        rounds.append([_milliseconds(thing) * times for thing, times in zip(things, [1 / STREAK, *(part.times for part in parts)])])
     (whole_ms, *taken), rest = map(median, zip(*rounds)), median(first - sum(others) for first, *others in rounds)
     found = [
         {

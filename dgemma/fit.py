@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import backend, cpu, kernels, plain
+from . import backend, flash, kernels, plain
 from .attention.caches import STEP
 from .chat import read_image_budget
 from .config import SLIDING, ModelConfig, TextConfig, VisionConfig
@@ -119,7 +119,7 @@ def caches(text: TextConfig, canvas: int, job: Job, width: int) -> tuple[int, in
 
 def _scores(queries: int, keys: int, width: int) -> int:
     """Bytes of attention scores held at once, for all heads' `queries` over `keys`."""
-    most = cpu.PIECE if kernels.name == "cpu" else plain.SCORES
+    most = flash.held(keys) if kernels.name == "cpu" else plain.SCORES
     return min(most, queries * keys) * width
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import backend
 from .config import FULL, SLIDING, ModelConfig
 from .convert import choose
 from .formats import Format
@@ -129,7 +128,6 @@ def spread(name: str, shape: tuple[int, ...]) -> float:
 def in_memory(geometry: str, dtype: mx.Dtype, seed: int = 0) -> DiffusionGemma:
     """A model of random weights, without a file."""
     read = ModelConfig.from_dict(config(geometry))
-    backend.fit_threads(read.text.hidden_size)
     model = DiffusionGemma(read)
     for name, array in parameters(read, dtype, seed):
         mx.eval(array)

@@ -41,7 +41,6 @@ def adopt(theirs: Any, image_attention: str = "encoder-window") -> DiffusionGemm
     _check_dtypes(arrays)
     found = {name: Tensor(SOURCE, KINDS.get(array.dtype, str(array.dtype)), array.shape) for name, array in arrays.items()}
     opened = Checkpoint.of(SOURCE, config, found, Quantization(None, _formats(theirs)))
-    backend.fit_threads(opened.config.text.hidden_size)
     model = DiffusionGemma(opened.config, image_attention)
     pack(model, opened.formats)
     shared = []

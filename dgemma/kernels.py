@@ -36,6 +36,7 @@ linear = _chosen.linear
 merge = _chosen.merge
 mix = _chosen.mix
 rms_norm = _chosen.rms_norm
+rotate = _chosen.rotate
 route = _chosen.route
 scores = _chosen.scores
 softcap = _chosen.softcap

@@ -125,7 +125,8 @@ class DiffusionGemma(nn.Module):
             taken, features = self._features_of(ids, begin, end, features)
             self.encode(part, taken, caches)
             mx.eval([array for cache in caches for array in (cache.keys, cache.values)])
-            mx.clear_cache()  # what mlx keeps of a chunk fits no later one: every chunk's attention is wider
+            if end < ids.shape[1]:
+                mx.clear_cache()  # what mlx keeps of a chunk fits no later one: every chunk's attention is wider
 
     def _features_of(
         self, ids: np.ndarray, begin: int, end: int, features: list[mx.array]

@@ -41,7 +41,10 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
 
 
 def rotate(x: mx.array, angles: Angles) -> mx.array:
-    """`x [B, heads, L, E]` turned by `angles`; in x's dtype, as the reference rounds the angles first."""
+    """`x [B, heads, L, E]` turned by `angles`; in x's dtype, as the reference rounds the angles first.
+
+    Any shape of x will do that the angles broadcast to; value i of the last axis pairs with value i + E/2.
+    """
     cos, sin = (a.astype(x.dtype) for a in angles)
     return x * cos + mx.roll(x, x.shape[-1] // 2, axis=-1) * sin
 

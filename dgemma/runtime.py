@@ -54,7 +54,8 @@ class Dgemma(peers.Runtime):
         if len(times) != steps + 2:
             raise RuntimeError(f"a block ended after {len(times) - 2} of {steps} steps")
         prefilled, *stepped, written = times
-        return {"prefill": between([began, prefilled]), "step": between(stepped), "block": between([prefilled, written])}
+        # The last step is told sooner than the others: the loop starts no next one before it.
+        return {"prefill": between([began, prefilled]), "step": between(stepped[:-1]), "block": between([prefilled, written])}
 
     def canvas_pass(self, prefix: int, batch: int) -> Samples:
         """`canvas_logits` of what the logits before believed."""

@@ -210,7 +210,6 @@ def load(
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     dtype = check_dtype(dtype or backend.activation_dtype(opened.dtype))
-    backend.fit_threads(opened.config.text.hidden_size)
     model = DiffusionGemma(opened.config, image_attention)
     unpack = opened.unpacks(dtype)
     if not unpack:

@@ -15,7 +15,8 @@ PACKAGES = {"dgemma": "", "attention": "attention", "vision": "vision"}  # folde
 FLOORS = [
     {"errors"},
     {"backend", "config", "download", "formats", "names", "peers", "plain", "stopping", "turns"},
-    {"matrices", "stored"},
+    {"matrices", "stored", "strips"},
+    {"beliefs", "flash"},
     {"cpu", "cuda"},
     {"kernels"},
     {"attention.masks", "attention.reads", "attention.rope", "sampler"},

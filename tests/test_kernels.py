@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dgemma  # noqa: F401
-from dgemma import cpu, plain
+from dgemma import cpu, flash, plain
 from dgemma.attention import Rotary
 from dgemma.config import Rope
 from dgemma.matrices import ExpertStack
@@ -25,16 +25,14 @@ def same(ours, theirs, tolerance=1e-5):
     np.testing.assert_allclose(np.array(ours), theirs, atol=tolerance * max(1.0, np.abs(theirs).max()))
 
 
-@pytest.mark.parametrize("small", [0, cpu.SMALL], ids=["by mlx", "by numpy"])
-def test_linear(small, monkeypatch):
-    monkeypatch.setattr(cpu, "SMALL", small)
+def test_linear():
     layer = nn.Linear(24, 40, bias=False)
     x = random(2, 5, 24)
     want = np.einsum("bld,od->blo", np.array(x, np.float64), np.array(layer.weight, np.float64))
     same(cpu.linear(x, layer), want)
     same(plain.linear(x, layer), want)
     packed = nn.QuantizedLinear.from_linear(nn.Linear(64, 40, bias=False), group_size=32)
-    same(cpu.linear(random(3, 64), packed), packed(random(3, 64)))  # its weight is packed: never numpy's
+    same(cpu.linear(random(3, 64), packed), packed(random(3, 64)))
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (1, 4, 5, 48), (2, 700, 192)])
@@ -61,6 +59,11 @@ def test_heads(fraction, kind, shared):
         same(ours, theirs)
 
 
+def test_rotate_halves_of_a_head():
+    x, angles = random(2, 70, 4, 2, 24), tuple(random(70, 1, 2, 24, seed=seed) for seed in (1, 2))
+    same(*(module.rotate(x, angles) for module in (cpu, plain)))
+
+
 def test_residuals():
     x, dense, sparse = (random(2, 5, 24, seed=seed, scale=2.0) for seed in range(3))
     weights, scalar = tuple(random(24, seed=seed) for seed in range(3, 6)), mx.array([0.8])
@@ -85,9 +88,10 @@ def test_route(number, k):
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("length, stored", [(1, 1), (5, 9), (300, 700)])
 @pytest.mark.parametrize("masked", [None, "shared", "per row"])
-def test_attention(heads, groups, length, stored, masked, monkeypatch):
-    monkeypatch.setattr(cpu, "PIECE", 1 << 18)  # so that the largest case goes piece by piece
-    queries = random(2, heads, length, 16)
+@pytest.mark.parametrize("size", [1.0, 30.0], ids=["bounded", "any size"])
+def test_attention(heads, groups, length, stored, masked, size, monkeypatch):
+    monkeypatch.setattr(flash, "ALONE", 1 << 12)  # the largest case has several strips, on all cores
+    queries = random(2, heads, length, 16, scale=size)
     keys, values = random(2, groups, stored, 16, seed=1), random(2, groups, stored, 16, seed=2)
     mask = None
     if masked:

@@ -183,7 +183,7 @@ def test_a_batch_of_one_grid_is_each_picture_alone():
     together = tower(pixels, places)
     assert together.shape == (3, 6, 64)
     for alone, row in zip(pixels, together):
-        assert mx.allclose(tower(alone, mx.array(places)), row, rtol=1e-5, atol=1e-5)
+        assert mx.allclose(tower(alone, mx.array(places)), row, rtol=1e-5, atol=1e-4)
 
 
 def test_rotation_depends_on_the_distance_only():

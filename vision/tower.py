@@ -27,6 +27,10 @@ class RMSNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         return kernels.rms_norm(x, self.get("weight"), self.eps)
 
+    def added_to(self, x: mx.array, branch: mx.array) -> mx.array:
+        """The residual `x` plus the normed `branch`."""
+        return kernels.add_normed(x, branch, self.weight, self.eps)
+
 
 class ClippableLinear(nn.Module):
     """A projection without bias; `use_clipped_linears` checkpoints bound what goes in and what comes out."""
@@ -63,8 +67,7 @@ def axial_angles(positions: np.ndarray, head_dim: int, theta: float) -> tuple[np
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """Turn heads [B, N, H, E] by the angles of their patches [N, 1, 2, E/2]."""
     halves = x.reshape(*x.shape[:-1], 2, -1)  # [B, N, H, 2, E/2]
-    turned = halves * cos + mx.roll(halves, halves.shape[-1] // 2, axis=-1) * sin
-    return turned.reshape(x.shape)  # [B, N, H, E]
+    return kernels.rotate(halves, (cos, sin)).reshape(x.shape)  # [B, N, H, E]
 
 
 class Attention(nn.Module):
@@ -119,8 +122,8 @@ class EncoderLayer(nn.Module):
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = self.post_attention_layernorm.added_to(x, self.self_attn(self.input_layernorm(x), cos, sin))
+        return self.post_feedforward_layernorm.added_to(x, self.mlp(self.pre_feedforward_layernorm(x)))
 
 
 class Encoder(nn.Module):
