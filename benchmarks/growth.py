@@ -23,6 +23,7 @@ import dgemma  # noqa: F401: first, so that a fast BLAS is in the process before
 import mlx.core as mx
 
 from dgemma import backend, bench, kernels
+from dgemma.breakdown import STREAK
 from dgemma.denoise import Prefilled, denoise
 from dgemma.parts import step_parts
 from dgemma.plan import dtype_name
@@ -80,7 +81,8 @@ def step(runtime: Dgemma, prefix: int, batch: int, seconds: float) -> dict[str, 
         prefill = 1e3 * (time.perf_counter() - began)
     next(loop)
     next(loop)
-    return {"prefill": prefill, "step": several(lambda: next(loop), seconds)}
+    streak = several(lambda: [next(loop) for _ in range(STREAK)], seconds)
+    return {"prefill": prefill, "step": streak / STREAK}
 
 
 def attention(runtime: Dgemma, prefix: int, seconds: float) -> dict[str, float]:

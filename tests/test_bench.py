@@ -53,7 +53,7 @@ def run(capfd):
 
 
 def test_a_tiny_bench_measures_everything_and_leaves_nothing_behind(run, tmp_path):
-    argv = ("bench", "--geometry", "small", *QUICK, "--batch", "1", "2", "--steps", "3", "--turns", "2", "--json", "found.json")
+    argv = ("bench", "--geometry", "small", *QUICK, "--batch", "1", "2", "--steps", "4", "--turns", "2", "--json", "found.json")
     code, out, err = run(*argv)
     assert (code, err) == (0, "")
     found = json.loads((tmp_path / "found.json").read_text())
@@ -67,7 +67,7 @@ def test_a_tiny_bench_measures_everything_and_leaves_nothing_behind(run, tmp_pat
         ours = cell["runtimes"]["dgemma"]
         assert len(ours["turns"]) == 2 and ours["median"] > 0
     steps = next(cell for cell in found["cells"] if cell["what"] == "step")
-    assert all(len(turn) % 2 == 0 for turn in steps["runtimes"]["dgemma"]["turns"]), "a block of 3 steps has 2 between them"
+    assert all(len(turn) % 2 == 0 for turn in steps["runtimes"]["dgemma"]["turns"]), "of the 3 times between 4 steps the last does not count"
     assert "| prefill, ms " in out and "| image of 60, ms " in out and "small (" in out
     assert os.listdir(tmp_path / "temporary") == []
 
@@ -374,14 +374,14 @@ def test_profile_tells_every_part(run):
 
 def test_what_the_parts_leave_of_the_whole_is_the_rest(monkeypatch):
     calls = []
-    takes = {"whole": 10.0, "a": 1.0, "b": 2.0}
+    takes = {"whole": 10.0 * breakdown.STREAK, "a": 1.0, "b": 2.0}
     monkeypatch.setattr(breakdown, "_milliseconds", lambda thing: (thing(), takes[calls[-1]])[1])
     made = [
         parts.Part(name=name, layers=1, run=lambda name=name: calls.append(name), nbytes=3e6, operations=4e6, times=times)
         for name, times in (("a", 1.0), ("b", 3.0))
     ]
     found = breakdown.told(made, lambda: calls.append("whole"), 0.001, terminal.Progress())
-    assert (found["whole_ms"], found["rest_ms"]) == (10.0, 3.0) and calls[:6] == ["whole", "a", "b"] * 2
+    assert (found["whole_ms"], found["rest_ms"]) == (10.0, 3.0) and calls[: 2 * breakdown.STREAK + 4] == [*["whole"] * breakdown.STREAK, "a", "b"] * 2
     first, second = found["parts"]
     assert (first["ms"], first["share"], first["gb_per_second"], first["gflops"]) == (1.0, 0.1, 3.0, 4.0)
     assert (second["ms"], second["bytes"], second["gb_per_second"]) == (6.0, 9e6, 1.5)
@@ -389,7 +389,7 @@ def test_what_the_parts_leave_of_the_whole_is_the_rest(monkeypatch):
 
 def test_a_block_has_exactly_its_steps(runtime):
     found = runtime.answer(prefix=20, batch=2, steps=5)
-    assert {name: len(taken) for name, taken in found.items()} == {"prefill": 1, "step": 4, "block": 1}
+    assert {name: len(taken) for name, taken in found.items()} == {"prefill": 1, "step": 3, "block": 1}  # the last is told sooner: not counted
     settled = np.zeros((2, runtime.canvas))
     assert not endless(runtime.canvas, 5).rule.settled([settled] * 9, settled).any(), "however sure it is"
 
