@@ -260,7 +260,7 @@ def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: nn.Mod
 
     tasks = [(expert, slice(*pair)) for expert, pair in enumerate(zip([0, *ends], ends)) if pair[1] > pair[0]]
     packed = isinstance(gate_up, Packed) or isinstance(down, Packed)  # unpacked by mlx, on this thread
-    in_turns(consult, tasks, alone=packed or count * k * inner * width < 4 * WAKE)
+    in_turns(consult, tasks, alone=packed or count * k * inner * width < 2 * WAKE)
     return mx.array(np.einsum("tkd,tk->td", out.reshape(count, k, -1), view(weights)))
 
 

@@ -19,9 +19,9 @@ from . import backend
 Task = TypeVar("Task")
 
 THREADS = backend.cores()
-STRIP = 1 << 15  # numbers of a strip that stays in a core's cache through several passes (128 KiB)
-WAKE = 1 << 21  # multiplications that are worth waking another thread for
-PIECES = 4 * THREADS  # of one product: small enough that a core which is busy with something else holds nobody up for long
+STRIP = 1 << 16  # numbers of a strip that stays in a core's cache through several passes (256 KiB)
+WAKE = 1 << 22  # multiplications that are worth waking another thread for
+PIECES = 2 * THREADS  # of one product: small enough that a core which is busy with something else holds nobody up for long
 
 # A BLAS that shares out a product itself waits for all its threads at the end of each, and stands still when one of the cores
 # is busy with something else (seen: 7 ms instead of 0.7). So numpy's takes one thread, and each of ours calls it.
@@ -56,7 +56,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def in_strips(function: Callable[..., None], *arrays: np.ndarray) -> None:
     """function(*strips) over strips of rows of every array, on all cores; the arrays share their first axis."""
     rows, width = len(arrays[0]), max(1, arrays[0].size // max(1, len(arrays[0])))
-    if arrays[0].size <= 2 * STRIP:
+    if arrays[0].size <= STRIP:
         function(*arrays)
         return
     strip = max(1, STRIP // width)
