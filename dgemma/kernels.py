@@ -20,6 +20,8 @@ name = os.environ.get(VARIABLE) or ("cpu" if not backend.is_gpu() else "cuda" if
 if name not in CHOICES:
     raise ImportError(f"{VARIABLE}={name}: allowed are {', '.join(CHOICES)}")
 _chosen = CHOICES[name]
+if name == "cpu":
+    backend.one_blas_thread()  # dgemma.strips shares products out itself
 
 add_normed = _chosen.add_normed
 attention = _chosen.attention
