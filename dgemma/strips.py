@@ -8,7 +8,7 @@ a product of 0.7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TypeVar
@@ -72,16 +72,12 @@ def in_turns(function: Callable[[Task], None], tasks: Sequence[Task], alone: boo
         return
     left, lock = iter(tasks), Lock()
 
-    def following() -> Iterator[Task]:
+    def work() -> None:
         while True:
             with lock:
                 task = next(left, left)
             if task is left:
                 return
-            yield task
-
-    def work() -> None:
-        for task in following():
             function(task)
 
     others = [_pool.submit(work) for _ in range(THREADS - 1)]
