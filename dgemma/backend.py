@@ -50,7 +50,12 @@ def blas() -> Blas:
 
 
 def one_blas_thread() -> None:
-    """One thread for numpy's own BLAS, in this process; its products are shared out by dgemma.strips."""
+    """One thread for each product of numpy's BLAS, in this process: dgemma.strips shares them out.
+
+    OPENBLAS_NUM_THREADS or OMP_NUM_THREADS in the environment decide instead, if set.
+    """
+    if "OPENBLAS_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in os.environ:
+        return
     setter = getattr(_numpy_blas(), "scipy_openblas_set_num_threads64_", None)
     if setter is not None:
         setter(1)

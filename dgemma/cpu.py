@@ -1,11 +1,11 @@
 """The same operations for mlx's CPU backend, in float32; other dtypes get the plain ones.
 
-Two facts about mlx 0.32.4 on x86-64 shape this module (measured on two cores of an AMD EPYC). It takes exponentials one
-value at a time: 10 ns each, where numpy's are vectorised and take 1.3. And it computes on a thread of its own: handing an
-operation over and waiting for it costs 10 to 100 us, which on a canvas of a few thousand numbers is most of the time. So
-large matrix products stay mlx's, and the rest is done by numpy, on the calling thread and in mlx's own memory:
-`np.array(a, copy=False)` of an evaluated array is a view of it (mlx documentation, "Conversion to NumPy and Other
-Frameworks").
+Three facts about mlx 0.32.4 on x86-64 shape this module (measured on two cores of an AMD EPYC). It takes exponentials one
+value at a time: 10 ns each, where numpy's are vectorised and take 1.3 to 2. It computes on a thread of its own: handing an
+operation over and waiting for it costs 10 to 100 us, which on a canvas of a few thousand numbers is most of the time. And
+the BLAS beside it, MKL, takes up to twice as long there as the OpenBLAS inside numpy's wheel. So numpy does what it can,
+in mlx's own memory: `np.array(a, copy=False)` of an evaluated array is a view of it (mlx documentation, "Conversion to
+NumPy and Other Frameworks"). mlx still multiplies packed matrices.
 
 Everything here evaluates, so nothing here can be traced by mx.compile or mx.grad.
 """
@@ -163,7 +163,8 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: flo
     """As plain.attention, some rows of scores at a time, which stay in a core's cache from one product to the other."""
     mx.eval(queries, keys, values, *([] if mask is None else [mask]))
     q, k, v = view(queries), view(keys), view(values)
-    return mx.array(attend(q, k, v, scale, None if mask is None else view(mask)))
+    found = attend(q, k, v, scale, None if mask is None else view(mask))
+    return mx.array(found).swapaxes(1, 2)
 
 
 @_of_float32
@@ -260,7 +261,7 @@ def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: nn.Mod
 
     tasks = [(expert, slice(*pair)) for expert, pair in enumerate(zip([0, *ends], ends)) if pair[1] > pair[0]]
     packed = isinstance(gate_up, Packed) or isinstance(down, Packed)  # unpacked by mlx, on this thread
-    in_turns(consult, tasks, alone=packed or count * k * inner * width < 4 * WAKE)
+    in_turns(consult, tasks, alone=packed or count * k * inner * width < 2 * WAKE)
     return mx.array(np.einsum("tkd,tk->td", out.reshape(count, k, -1), view(weights)))
 
 

@@ -18,11 +18,14 @@ BOUND = 60.0  # exp(60) times the largest value, summed over any number of keys,
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: np.ndarray | None) -> np.ndarray:
-    """Softmax attention of `q [B, H, L, E]` to `k` and `v [B, K, T, E]`; `mask [B or 1, 1, L, T]`, True where one may look."""
+    """Softmax attention of `q [B, H, L, E]` to `k` and `v [B, K, T, E]`; `mask [B or 1, 1, L, T]`, True where one may look.
+
+    Returns `[B, L, H, E]`, as the projection that follows reads it.
+    """
     (batch, heads, length, width), (_, groups, stored, _) = q.shape, k.shape
     shared = heads // groups
     q = (q if scale == 1.0 else q * np.float32(scale)).reshape(batch, groups, shared, length, width)
-    out = np.empty((batch, length, heads, width), np.float32)  # as the projection that follows reads it
+    out = np.empty((batch, length, heads, width), np.float32)
     outs = out.reshape(batch, length, groups, shared, width).transpose(0, 2, 3, 1, 4)  # [B, K, G, L, E]
     strip = max(1, min(ROWS[1], max(ROWS[0], SCORES // stored)) // shared)
     bounded = stored > 4 * width and _bounded(q, k)
@@ -39,7 +42,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: np.n
 
     tasks = [(row, begin) for row in range(batch) for begin in range(0, length, strip)]
     in_turns(work, tasks, alone=batch * heads * length * stored <= ALONE)
-    return out.transpose(0, 2, 1, 3)
+    return out
 
 
 def held(keys: int) -> int:

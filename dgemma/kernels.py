@@ -20,6 +20,8 @@ name = os.environ.get(VARIABLE) or ("cpu" if not backend.is_gpu() else "cuda" if
 if name not in CHOICES:
     raise ImportError(f"{VARIABLE}={name}: allowed are {', '.join(CHOICES)}")
 _chosen = CHOICES[name]
+if name == "cpu":
+    backend.one_blas_thread()  # dgemma.strips shares products out itself
 
 LAZY = name != "cpu"  # whether the formulations only lay out what is to be computed; those of the CPU compute at once
 # Numbers of the widest temporaries: 256 positions of the released vocabulary, 256 MiB in float32. The CUDA formulations hold

@@ -1,12 +1,14 @@
 """How dgemma.cpu computes with numpy: in mlx's memory, in pieces that stay in a core's cache, on all cores.
 
 numpy lets go of the interpreter's lock in all that takes time (products, exponentials, sums of more than a few hundred
-numbers), so plain threads are enough.
+numbers), so plain threads are enough. Its BLAS takes one thread then (backend.one_blas_thread): one that shares out a product
+itself waits for all its threads at the end of each, and stands still when a core is busy with something else (seen: 7 ms for
+a product of 0.7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TypeVar
@@ -19,13 +21,10 @@ from . import backend
 Task = TypeVar("Task")
 
 THREADS = backend.cores()
-STRIP = 1 << 15  # numbers of a strip that stays in a core's cache through several passes (128 KiB)
-WAKE = 1 << 21  # multiplications that are worth waking another thread for
-PIECES = 4 * THREADS  # of one product: small enough that a core which is busy with something else holds nobody up for long
+STRIP = 1 << 16  # numbers of a strip that stays in a core's cache through several passes (256 KiB)
+WAKE = 1 << 22  # multiplications that are worth waking another thread for
+PIECES = 2 * THREADS  # of one product: small enough that a core which is busy with something else holds nobody up for long
 
-# A BLAS that shares out a product itself waits for all its threads at the end of each, and stands still when one of the cores
-# is busy with something else (seen: 7 ms instead of 0.7). So numpy's takes one thread, and each of ours calls it.
-backend.one_blas_thread()
 _pool = ThreadPoolExecutor(max(1, THREADS - 1), thread_name_prefix="dgemma-cpu")
 
 
@@ -56,7 +55,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def in_strips(function: Callable[..., None], *arrays: np.ndarray) -> None:
     """function(*strips) over strips of rows of every array, on all cores; the arrays share their first axis."""
     rows, width = len(arrays[0]), max(1, arrays[0].size // max(1, len(arrays[0])))
-    if arrays[0].size <= 2 * STRIP:
+    if arrays[0].size <= STRIP:
         function(*arrays)
         return
     strip = max(1, STRIP // width)
@@ -73,16 +72,12 @@ def in_turns(function: Callable[[Task], None], tasks: Sequence[Task], alone: boo
         return
     left, lock = iter(tasks), Lock()
 
-    def following() -> Iterator[Task]:
+    def work() -> None:
         while True:
             with lock:
                 task = next(left, left)
             if task is left:
                 return
-            yield task
-
-    def work() -> None:
-        for task in following():
             function(task)
 
     others = [_pool.submit(work) for _ in range(THREADS - 1)]
