@@ -28,6 +28,7 @@ class Dgemma(peers.Runtime):
     def read(self, folder: Path, dtype: str) -> str:
         """Load the checkpoint; returns the device's name."""
         self.use(weights.load(folder, dtype=getattr(mx, dtype)))
+        self.compiles = backend.is_gpu()
         return backend.device_name()
 
     def use(self, model: DiffusionGemma, reserved: Sequence[int] | None = None) -> None:
