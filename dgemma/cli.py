@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from . import render
 from .errors import DgemmaError, OptionError, OutputError, PromptError, UserError
+from .presets import PRESETS
 
 PROG = "dgemma"
 BUDGETS = (70, 140, 280, 560, 1120)  # dgemma.vision.BUDGETS, which comes with numpy
@@ -36,7 +37,7 @@ SETTINGS = {  # arguments -> settings of Pipeline.stream
         name: name
         for name in (
             "seed", "steps", "t_min", "t_max", "entropy_bound", "confidence_threshold", "stability", "confidence",
-            "redraws", "image_budget", "chunk",
+            "redraws", "image_budget", "chunk", "preset",
         )
     },
 }  # fmt: skip
@@ -395,6 +396,8 @@ def add_sampler_options(made: Parser) -> None:
     """How to sample and when to stop."""
     group = made.add_argument_group("sampling (defaults: the checkpoint's)")
     group.add_argument("--seed", metavar="N", type=whole, default=0, help="default 0; one seed, one answer")
+    meant = "; ".join(f"{name}: {preset}" for name, preset in PRESETS.items())
+    group.add_argument("--preset", choices=tuple(PRESETS), help=f"settings that go together ({meant}); an option beside it wins")
     group.add_argument("--max-tokens", metavar="N", type=whole, help="the longest answer")
     group.add_argument("--steps", metavar="N", type=whole, help="denoising steps a block may take")
     group.add_argument("--t-max", metavar="T", type=real, help="temperature of the first step")

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import backend, interoperation, weights
+from . import backend, interoperation, presets, weights
 from .chat import Chat, Message, Prompt, TextStream, conversation, pad
 from .config import GenerationConfig
 from .denoise import Block, Done, Options, Pins, Prefilled, Step, denoise
@@ -143,6 +143,7 @@ class Pipeline:
         batch, one list a prompt. Settings, all optional:
 
         seed: whole number, or one a row (a single number s gives row i the seed s + i); default 0
+        preset: quality, balanced or fast, the settings of dgemma.presets; those given beside it win; default none of them
         max_new_tokens, steps, t_min, t_max: lengths and schedule; default the checkpoint's
         entropy_bound or confidence_threshold: which positions a step accepts; default the checkpoint's entropy bound
         stability, confidence: when a block has settled
@@ -352,7 +353,7 @@ class _Clock:
 
 def with_settings(options: Options, settings: dict[str, Any]) -> Options:
     """`options` with the settings of one call (Pipeline.__call__ lists them) put over them; None leaves one as it is."""
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = presets.spell_out(settings)
     bound, threshold = given.pop("entropy_bound", None), given.pop("confidence_threshold", None)
     if bound is not None and threshold is not None:
         raise OptionError("entropy_bound and confidence_threshold name two samplers; give one of them")

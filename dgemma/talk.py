@@ -22,6 +22,7 @@ from .chat import Message, Prompt, conversation
 from .errors import OutputError, PromptError, UserError
 from .hub import find
 from .pipeline import Event, Finished, Pipeline, Unloaded
+from .presets import spell_out
 from .terminal import Progress, Speaker, Transcript, Watch, show
 
 Settings = dict[str, Any]
@@ -105,7 +106,7 @@ def load(unloaded: Unloaded, args: argparse.Namespace, progress: Progress, job: 
 def watcher(pipe: Pipeline, settings: Settings) -> Watch:
     """What draws this checkpoint's canvases."""
     special = (i for i, token in pipe.chat.tokenizer.added_tokens_decoder.items() if token.special)
-    steps = settings.get("steps") or pipe.options.max_denoising_steps
+    steps = spell_out(settings).get("steps") or pipe.options.max_denoising_steps
     return Watch(render.Inks(pipe.chat.pieces, frozenset(special)), steps)
 
 
