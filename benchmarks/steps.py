@@ -217,36 +217,44 @@ def machine(o: argparse.Namespace, seconds: float) -> str:
     return f"One thread on a shared machine ({name}), {versions}; `{command}` took {seconds / 60:.0f} minutes."
 
 
+NEAR = (12.3, 16.2)  # steps per canvas that the second panel shows
+LABELS = {"stopping": (-7, -3, "right"), "temperature": (6, 5, "left"), "entropy bound": (-7, -4, "right"), "step cap": (-7, 3, "right")}
+
+
 def plot(found: list[Point], path: Path) -> None:
-    """Accuracy against steps per canvas, a curve a family; the two groups side by side."""
+    """Captions and stories: exact answers against steps per canvas, a curve a family; all of it, and where most settings are."""
     import matplotlib  # a table needs none
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(13, 6), width_ratios=(2.1, 1), layout="constrained")
-    for axis, (name, title) in zip(axes, (("negotiated", "captions and stories"), ("one answer", "22 tasks with one right answer"))):
-        own = found[0].counts[name]
-        for family, (colour, marker) in STYLES.items():
-            curve = [one for one in found if one.family == family]
-            curve.sort(key=lambda one: (one.counts[name].mean, one.counts[name].accuracy))
-            axis.plot(
-                [one.counts[name].mean for one in curve], [one.counts[name].accuracy for one in curve],
-                color=colour, marker=marker, markersize=6, linewidth=1.3, label=family, alpha=0.9,
+    name, own = "negotiated", found[0].counts["negotiated"]
+    figure, (whole, near) = plt.subplots(1, 2, figsize=(13, 6), layout="constrained")
+    for family, (colour, marker) in STYLES.items():
+        curve = [one for one in found if one.family == family]
+        curve.sort(key=lambda one: (one.counts[name].mean, one.counts[name].accuracy))
+        places = [(one.counts[name].mean, one.counts[name].accuracy) for one in curve]
+        for axis in (whole, near):
+            style = dict(color=colour, marker=marker, markersize=6, linewidth=1.3, label=family, alpha=0.9)
+            axis.plot(*zip(*places), **style | ({"linestyle": "none"} if family in ("stopping", "temperature") else {}))
+        for place, one in dict(zip(places, curve)).items():  # settings that came to the same are labelled once
+            close = NEAR[0] <= place[0] <= NEAR[1]
+            if family in ("stopping", "temperature") and not close:
+                continue
+            dx, dy, side = LABELS.get(family, (8, -3, "left"))
+            (near if close else whole).annotate(
+                one.label, place, color=colour, fontsize=7.5, xytext=(dx, dy), textcoords="offset points", ha=side,
             )  # fmt: skip
-            if name == "negotiated":
-                for one in curve:
-                    axis.annotate(
-                        one.label, (one.counts[name].mean, one.counts[name].accuracy), color=colour, fontsize=7.5,
-                        xytext=(4, -9 if family in ("entropy bound", "stopping") else 5), textcoords="offset points",
-                    )  # fmt: skip
-        axis.plot(own.mean, own.accuracy, "*", color="#E69F00", markersize=17, markeredgecolor="black", label=OWN, zorder=5)
-        axis.set(title=f"{title} ({own.asked} questions a point)", xlabel="mean denoising steps per canvas")
+    for axis in (whole, near):
+        axis.plot(own.mean, own.accuracy, "*", color="#E69F00", markersize=15, markeredgecolor="black", label=OWN, zorder=1)
+        axis.set(xlabel="mean denoising steps per canvas", ylabel="exact answers, %")
         axis.grid(alpha=0.25)
-    axes[0].set(ylabel="exact answers, %", xscale="log")
-    axes[0].set_xticks([2, 3, 4, 6, 8, 12, 16, 24, 32], [2, 3, 4, 6, 8, 12, 16, 24, 32])
-    axes[0].minorticks_off()
-    axes[0].legend(loc="lower right", frameon=False)
+    ticks = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+    whole.set(title=f"captions and stories, {own.asked} questions a point", xscale="log", xlim=(1.8, 60))
+    whole.set_xticks(ticks, ticks)
+    whole.minorticks_off()
+    whole.legend(loc="upper left", frameon=False)
+    near.set(title="the same, near the checkpoint's own settings", xlim=NEAR, ylim=(70, 101.5))
     figure.savefig(path, dpi=110)
 
 
