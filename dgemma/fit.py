@@ -22,6 +22,7 @@ import mlx.core as mx
 from . import backend, flash, kernels, plain
 from .attention.caches import STEP
 from .chat import read_image_budget
+from .canvas import MANY
 from .config import SLIDING, ModelConfig, TextConfig, VisionConfig
 from .errors import OptionError
 from .hub import find
@@ -32,6 +33,9 @@ from .weights import Checkpoint
 # Temporaries of one kind that live at once, as measured (benchmarks/memory.py): a row of activations holds so many
 # copies of the hidden width, a number of the vocabulary so many float32 copies.
 ROWS, EXPERT_ROWS, EYE_ROWS, LOGITS = 6, 4, 8, 4.5
+# Layers whose temporaries are held at once: mlx has some of a pass laid out while it computes; of large batches two (layers.
+# one_ahead). On an H200 a step of one row held as much as 13 layers would.
+LAID_OUT, PACED = 13, 2
 SHARE = 0.95  # of the free memory that a job may fill
 MOST = 2**31 - 1  # of anything that a job counts
 
@@ -102,7 +106,7 @@ def need(opened: Checkpoint, job: Job, dtype: mx.Dtype | None = None) -> Need:
         images=_images(vision, job, width) if vision is not None and job.images else 0,
         features=job.images * job.image_tokens * text.hidden_size * width,
         prefill=_prefill(text, job, width),
-        step=_step(text, opened.config.canvas_length, job, width),
+        step=_step(text, opened.config.canvas_length, job, width) + _unpacked_table(opened, text, width),
     )
 
 
@@ -135,15 +139,25 @@ def _prefill(text: TextConfig, job: Job, width: int) -> int:
     rows, keys = job.batch * job.passed, job.context
     window = min(keys, text.sliding_window - 1 + job.passed)
     masks = job.batch * job.passed * (keys + window)
-    return masks + _scores(text.num_attention_heads * rows, keys, width) + _rows(text, rows, width)
+    layers = PACED if kernels.name == "cuda" else 1
+    return masks + _scores(text.num_attention_heads * rows, keys, width) + layers * _rows(text, rows, width)
 
 
 def _step(text: TextConfig, canvas: int, job: Job, width: int) -> int:
     rows, keys = job.batch * canvas, job.context + canvas
     read = max(2 * job.batch * layer.kv_heads * layer.head_dim * _seen(text, layer, keys) for layer in text.layers) * width
-    inside = read + _scores(text.num_attention_heads * rows, keys, width) + _rows(text, rows, width)
-    logits = 2 * width if kernels.name == "cuda" else 4 * LOGITS  # bytes a number: scores and probabilities; temporaries in float32
-    return max(inside, int(logits * min(kernels.WIDE, rows * text.vocab_size)))
+    scores = _scores(text.num_attention_heads * rows, keys, width)
+    wide = min(kernels.WIDE, rows * text.vocab_size)
+    if kernels.name == "cuda":  # all of a step is laid out at once; of the vocabulary, scores and probabilities
+        layers = PACED if rows >= MANY else LAID_OUT
+        return read + scores + layers * _rows(text, rows, width) + 2 * width * wide
+    return max(read + scores + _rows(text, rows, width), int(LOGITS * 4 * wide))
+
+
+def _unpacked_table(opened: Checkpoint, text: TextConfig, width: int) -> int:
+    """Bytes of the table of embeddings, which dgemma.cuda unpacks at every step if it is packed."""
+    packed = kernels.name == "cuda" and "embed_tokens" in opened.formats
+    return text.vocab_size * text.hidden_size * width if packed else 0
 
 
 def _seen(text: TextConfig, layer: Any, keys: int) -> int:
