@@ -2,7 +2,8 @@
 
 from .caches import CacheRows, KVCache, RotatingKVCache
 from .masks import MaskMemo
+from .packing import PackedRows, Packing
 from .reads import AttentionRead, StepwiseRead
 from .rope import Rotary
 
-__all__ = ["AttentionRead", "CacheRows", "KVCache", "MaskMemo", "RotatingKVCache", "Rotary", "StepwiseRead"]
+__all__ = ["AttentionRead", "CacheRows", "KVCache", "MaskMemo", "PackedRows", "Packing", "RotatingKVCache", "Rotary", "StepwiseRead"]

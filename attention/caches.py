@@ -14,10 +14,14 @@ The model here writes by whole chunks and blocks (append_window and the two verb
 single writes and the ring they fill are for loops that decode token by token, and for sessions that cut back.
 
 New keys and values are `[B, K, L, E]`; every read is an AttentionRead. Positions count padding (masks.py).
+
+A cache with a `packing` (packing.py) keeps its rows in 8 or 4 bits. New rows are packed as they are written, and a write attends to
+them as they are stored, so that a later read sees the same; a block's own keys, which are not stored, are attended to as they are.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +30,7 @@ import numpy as np
 
 from . import masks
 from .masks import MaskMemo
+from .packing import PackedRows, Packing, Rows, arrays, joined, like, unpacked
 from .reads import AttentionRead, StepwiseRead
 
 STEP = 256  # slots by which a buffer grows: one allocation per 256 tokens instead of one per token
@@ -35,21 +40,57 @@ STEP = 256  # slots by which a buffer grows: one allocation per 256 tokens inste
 class CacheRows:
     """A self-contained copy of a cache: keys and values `[B, K, S, E]` in temporal order, and the position after them."""
 
-    keys: mx.array | None
-    values: mx.array | None
+    keys: Rows | None
+    values: Rows | None
     offset: int
     padding: tuple[int, ...] | None
+    packing: Packing | None = None
 
 
 class _Cache:
     """What both caches share: buffers `[B, K, slots, E]`, the position, and the bookkeeping on them."""
 
-    def __init__(self, memo: MaskMemo | None):
+    def __init__(self, memo: MaskMemo | None, packing: Packing | None = None):
         self.memo = memo or MaskMemo()
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.packing = packing  # rows are packed from its `start` on
+        self.keys: Rows | None = None
+        self.values: Rows | None = None
         self.offset = 0
         self._reserved = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether what is stored is packed, and what comes will be."""
+        if self.keys is not None:
+            return isinstance(self.keys, PackedRows)
+        return self.packing is not None and self.packing.start == 0
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What it holds, to be evaluated."""
+        return arrays(self.keys) + arrays(self.values)
+
+    def to_quantized(self, bits: int = 8, group_size: int = 64) -> _Cache:
+        """A new cache with the same rows, packed, as laid out and at the same ring position. ValueError if they are already."""
+        if self.is_packed:
+            raise ValueError(f"this cache is packed already, in {self.packing.bits} bits")
+        made = copy.copy(self)
+        made.packing = Packing(bits, group_size)
+        made._pack()
+        return made
+
+    def _pack(self) -> None:
+        if self.keys is not None:
+            self.keys, self.values = self.packing.pack(self.keys), self.packing.pack(self.values)
+
+    def _written(self) -> None:
+        """After a write: pack everything once it is time."""
+        if self.packing is not None and not self.is_packed and self.offset >= self.packing.start:
+            self._pack()
+
+    def _stored(self, new: mx.array) -> Rows:
+        """New rows as they are to be stored."""
+        return self.packing.pack(new) if self.is_packed else new
 
     def reserve(self, length: int) -> None:
         """Say that `length` positions are to come in all: a buffer that grows is made that long at once.
@@ -67,9 +108,9 @@ class _Cache:
         """A self-contained copy of what is kept, from which `restore` continues exactly as this cache would."""
         keys, values = self.temporal_view()
         if keys is not None:  # a view would keep the whole buffer alive, and a later write in place could reach it
-            keys, values = mx.contiguous(keys), mx.contiguous(values)
-            mx.eval(keys, values)
-        return CacheRows(keys, values, self.offset, self.memo.padding)
+            keys, values = like(keys, mx.contiguous), like(values, mx.contiguous)
+            mx.eval(arrays(keys) + arrays(values))
+        return CacheRows(keys, values, self.offset, self.memo.padding, self.packing)
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +126,8 @@ class _Cache:
 class KVCache(_Cache):
     """The cache of a full layer: everything, in the order it came, in a buffer that grows in steps of 256."""
 
-    def __init__(self, memo: MaskMemo | None = None):
-        super().__init__(memo)
+    def __init__(self, memo: MaskMemo | None = None, packing: Packing | None = None):
+        super().__init__(memo, packing)
 
     # -- writes -------------------------------------------------------------------------------------------------------
 
@@ -120,13 +161,19 @@ class KVCache(_Cache):
         return self._write(keys, values, mask)
 
     def _write(self, keys: mx.array, values: mx.array, mask: mx.array | None) -> AttentionRead:
+        self._put(self._stored(keys), self._stored(values))
+        end = self.offset
+        read = AttentionRead(unpacked(self.keys[:, :, :end]), unpacked(self.values[:, :, :end]), mask)
+        self._written()
+        return read
+
+    def _put(self, keys: Rows, values: Rows) -> None:
         end = self.offset + keys.shape[2]
         self.keys = _grown(self.keys, keys, end, reserved=self._reserved)
         self.values = _grown(self.values, values, end, reserved=self._reserved)
         self.keys[:, :, self.offset : end] = keys
         self.values[:, :, self.offset : end] = values
         self.offset = end
-        return AttentionRead(self.keys[:, :, :end], self.values[:, :, :end], mask)
 
     # -- reads --------------------------------------------------------------------------------------------------------
 
@@ -137,10 +184,10 @@ class KVCache(_Cache):
             "block", (offset, length), lambda: masks.block_read_mask(offset, length, 0, padding)
         )
         stored_keys, stored_values = self.temporal_view()
-        return AttentionRead(_joined(stored_keys, keys), _joined(stored_values, values), mask)
+        return AttentionRead(_beside(stored_keys, keys), _beside(stored_values, values), mask)
 
-    def temporal_view(self) -> tuple[mx.array | None, mx.array | None]:
-        """Stored keys and values `[B, K, offset, E]` in the order they came; None when nothing is stored."""
+    def temporal_view(self) -> tuple[Rows | None, Rows | None]:
+        """Stored keys and values `[B, K, offset, E]` in the order they came, packed or not; None when nothing is stored."""
         if self.offset == 0:
             return None, None
         return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
@@ -150,9 +197,9 @@ class KVCache(_Cache):
     @classmethod
     def restore(cls, rows: CacheRows, memo: MaskMemo | None = None) -> KVCache:
         """A new cache holding `rows`."""
-        cache = cls(memo or MaskMemo(rows.padding))
+        cache = cls(memo or MaskMemo(rows.padding), rows.packing)
         if rows.keys is not None:
-            cache._write(rows.keys, rows.values, None)
+            cache._put(rows.keys, rows.values)
         return cache
 
     def select(self, rows: Sequence[int], memo: MaskMemo) -> KVCache:
@@ -180,8 +227,8 @@ class RotatingKVCache(_Cache):
     its tail. `_first` is the position of the oldest kept row, `_ring` says which layout holds.
     """
 
-    def __init__(self, window: int, memo: MaskMemo | None = None):
-        super().__init__(memo)
+    def __init__(self, window: int, memo: MaskMemo | None = None, packing: Packing | None = None):
+        super().__init__(memo, packing)
         self.window = window
         self._first = 0
         self._ring = False
@@ -194,6 +241,7 @@ class RotatingKVCache(_Cache):
         _one_position(keys)
         self._to_ring()
         slot, live = self.offset % self.window, min(self.offset + 1, self.window)
+        keys, values = self._stored(keys), self._stored(values)
         self.keys = _grown(self.keys, keys, slot + 1, limit=self.window)
         self.values = _grown(self.values, values, slot + 1, limit=self.window)
         self.keys[:, :, slot : slot + 1] = keys
@@ -205,7 +253,9 @@ class RotatingKVCache(_Cache):
         mask = self.memo.get(
             "ring", (newest, self.window), lambda: masks.ring_mask(_slots(newest, self.window), padding)
         )
-        return AttentionRead(self.keys[:, :, :live], self.values[:, :, :live], mask)
+        read = AttentionRead(unpacked(self.keys[:, :, :live]), unpacked(self.values[:, :, :live]), mask)
+        self._written()
+        return read
 
     def append_window(self, keys: mx.array, values: mx.array) -> AttentionRead:
         """Write L positions by concatenation; each sees the newest `window` positions up to itself."""
@@ -224,12 +274,14 @@ class RotatingKVCache(_Cache):
         offset, length = self.offset, keys.shape[2]
         stored_keys, stored_values = self._newest(self.window - 1)
         start = offset - (0 if stored_keys is None else stored_keys.shape[2])
-        self.keys, self.values = _joined(stored_keys, keys), _joined(stored_values, values)
+        self.keys, self.values = _joined(stored_keys, self._stored(keys)), _joined(stored_values, self._stored(values))
         self.offset, self._first, self._ring, self._undoable = offset + length, start, False, length
         arguments = (offset, length, self.window, start) + (() if blocks is None else (blocks,))
         padding = self.memo.padding
         mask = self.memo.get(kind, arguments[:4], lambda: mask_of(*arguments, padding), blocks=blocks)
-        return AttentionRead(self.keys, self.values, mask)
+        read = AttentionRead(unpacked(self.keys), unpacked(self.values), mask)
+        self._written()
+        return read
 
     # -- reads --------------------------------------------------------------------------------------------------------
 
@@ -243,26 +295,26 @@ class RotatingKVCache(_Cache):
             (offset, length, start),
             lambda: masks.block_read_mask(offset, length, start, padding),
         )
-        return AttentionRead(_joined(stored_keys, keys), _joined(stored_values, values), mask)
+        return AttentionRead(_beside(stored_keys, keys), _beside(stored_values, values), mask)
 
-    def temporal_view(self) -> tuple[mx.array | None, mx.array | None]:
+    def temporal_view(self) -> tuple[Rows | None, Rows | None]:
         """The newest min(offset, window) keys and values in the order they came; None when nothing is stored."""
         return self._newest(self.window)
 
-    def _newest(self, count: int) -> tuple[mx.array | None, mx.array | None]:
+    def _newest(self, count: int) -> tuple[Rows | None, Rows | None]:
         """The newest `count` kept rows (fewer when fewer are kept), in temporal order."""
         count = min(count, self.offset - self._first)
         if count == 0:
             return None, None
         return self._tail(self.keys, count), self._tail(self.values, count)
 
-    def _tail(self, buffer: mx.array, count: int) -> mx.array:
+    def _tail(self, buffer: Rows, count: int) -> Rows:
         if not self._ring:
             return buffer[:, :, buffer.shape[2] - count :]
         begin, end = (self.offset - count) % self.window, (self.offset - 1) % self.window + 1
         if begin < end:
             return buffer[:, :, begin:end]
-        return mx.concatenate([buffer[:, :, begin : self.window], buffer[:, :, :end]], axis=2)
+        return joined([buffer[:, :, begin : self.window], buffer[:, :, :end]])
 
     def _to_ring(self) -> None:
         """Lay the newest rows out so that position p lies in slot p mod window."""
@@ -276,12 +328,12 @@ class RotatingKVCache(_Cache):
                 keys, values = self._spread(keys), self._spread(values)
         self.keys, self.values = keys, values
 
-    def _spread(self, rows: mx.array) -> mx.array:
+    def _spread(self, rows: Rows) -> Rows:
         """Rows of the positions before `offset`, placed in their ring slots; slots of no position are zero."""
         count = rows.shape[2]
-        slots = np.arange(self.offset - count, self.offset) % self.window
-        ring = mx.zeros((*rows.shape[:2], self.window, rows.shape[3]), dtype=rows.dtype)
-        ring[:, :, mx.array(slots)] = rows
+        slots = mx.array(np.arange(self.offset - count, self.offset) % self.window)
+        ring = like(rows, lambda part: mx.zeros((*part.shape[:2], self.window, part.shape[3]), dtype=part.dtype))
+        ring[:, :, slots] = rows
         return ring
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
@@ -289,7 +341,7 @@ class RotatingKVCache(_Cache):
     @classmethod
     def restore(cls, rows: CacheRows, window: int, memo: MaskMemo | None = None) -> RotatingKVCache:
         """A new cache holding `rows`."""
-        cache = cls(window, memo or MaskMemo(rows.padding))
+        cache = cls(window, memo or MaskMemo(rows.padding), rows.packing)
         cache.keys, cache.values, cache.offset = rows.keys, rows.values, rows.offset
         cache._first = rows.offset - (0 if rows.keys is None else rows.keys.shape[2])
         return cache
@@ -329,21 +381,24 @@ def _one_position(keys: mx.array) -> None:
         raise ValueError(f"append_decode writes one position, got {keys.shape[2]}; append_window writes several")
 
 
-def _grown(
-    buffer: mx.array | None, new: mx.array, slots: int, limit: int | None = None, reserved: int = 0
-) -> mx.array:
+def _grown(buffer: Rows | None, new: Rows, slots: int, limit: int | None = None, reserved: int = 0) -> Rows:
     """`buffer` with room for at least `slots` rows, grown in steps of 256, to `reserved`, and never past `limit`."""
     have = 0 if buffer is None else buffer.shape[2]
     if have >= slots:
         return buffer
     want = -(-max(slots, reserved) // STEP) * STEP
     want = want if limit is None else min(want, limit)
-    room = mx.zeros((new.shape[0], new.shape[1], want - have, new.shape[3]), dtype=new.dtype)
-    return room if buffer is None else mx.concatenate([buffer, room], axis=2)
+    room = like(new, lambda part: mx.zeros((*part.shape[:2], want - have, part.shape[3]), dtype=part.dtype))
+    return room if buffer is None else joined([buffer, room])
 
 
-def _joined(stored: mx.array | None, new: mx.array) -> mx.array:
-    return new if stored is None else mx.concatenate([stored, new], axis=2)
+def _joined(stored: Rows | None, new: Rows) -> Rows:
+    return new if stored is None else joined([stored, new])
+
+
+def _beside(stored: Rows | None, new: mx.array) -> mx.array:
+    """Stored rows, unpacked, and a block's own."""
+    return new if stored is None else mx.concatenate([unpacked(stored), new], axis=2)
 
 
 def _slots(newest: int, window: int) -> np.ndarray:
@@ -355,6 +410,6 @@ def _slots(newest: int, window: int) -> np.ndarray:
 def _selected(rows: CacheRows, chosen: Sequence[int]) -> CacheRows:
     padding = None if rows.padding is None else tuple(rows.padding[i] for i in chosen)
     if rows.keys is None:
-        return CacheRows(None, None, rows.offset, padding)
+        return CacheRows(None, None, rows.offset, padding, rows.packing)
     index = mx.array(list(chosen))
-    return CacheRows(rows.keys[index], rows.values[index], rows.offset, padding)
+    return CacheRows(rows.keys[index], rows.values[index], rows.offset, padding, rows.packing)

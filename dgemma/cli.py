@@ -30,6 +30,9 @@ FLAGS = {  # the library's names in its messages -> what was typed here
     "t_min": "--t-min",
     "t_max": "--t-max",
     "shard_size": "--shard-size",
+    "kv_bits": "--kv-bits",
+    "kv_group_size": "--kv-group-size",
+    "kv_start": "--kv-start",
 }
 SETTINGS = {  # arguments -> settings of Pipeline.stream
     "max_tokens": "max_new_tokens",
@@ -37,7 +40,7 @@ SETTINGS = {  # arguments -> settings of Pipeline.stream
         name: name
         for name in (
             "seed", "steps", "t_min", "t_max", "entropy_bound", "confidence_threshold", "stability", "confidence",
-            "redraws", "image_budget", "chunk", "preset",
+            "redraws", "image_budget", "chunk", "preset", "kv_bits", "kv_group_size", "kv_start",
         )
     },
 }  # fmt: skip
@@ -263,6 +266,7 @@ def add_fit(commands) -> None:
     )
     made.add_argument("--batch", metavar="N", type=whole, default=1, help="prompts at a time; default 1")
     made.add_argument("--chunk", metavar="N", type=whole, help="as of generate")
+    add_packing_options(made, start=False)
     made.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -389,7 +393,16 @@ def add_model_options(made: Parser) -> None:
         help="how the tokens of an image see each other: as in transformers (default), or as in Google's JAX code",
     )
     group.add_argument("--chunk", metavar="N", type=whole, help="prompt positions per encoder pass; fewer need less memory")
+    add_packing_options(group)
     group.add_argument("--force", action="store_true", help="try even what dgemma fit says the memory cannot hold")
+
+
+def add_packing_options(made: argparse._ActionsContainer, start: bool = True) -> None:
+    """How keys and values are kept."""
+    made.add_argument("--kv-bits", metavar="N", type=whole, choices=(4, 8), help="keep keys and values packed in 8 or 4 bits")
+    made.add_argument("--kv-group-size", metavar="N", type=whole, choices=(32, 64, 128), help="numbers that share a scale; default 64")
+    if start:
+        made.add_argument("--kv-start", metavar="N", type=whole, help="... once there are N positions; default from the first on")
 
 
 def add_sampler_options(made: Parser) -> None:
@@ -461,7 +474,8 @@ def fit(args: argparse.Namespace) -> int:
     """`dgemma fit`; the exit code is 2 when the job does not fit."""
     from . import fit as module  # here, as the module's docstring says
 
-    job = {"image_tokens": args.image_budget} | {name: getattr(args, name) for name in ("context", "images", "batch", "chunk")}
+    names = ("context", "images", "batch", "chunk", "kv_bits", "kv_group_size")
+    job = {"image_tokens": args.image_budget} | {name: getattr(args, name) for name in names}
     found = module.read(args.model, args.revision, **job)
     sys.stdout.write(render.json_line(found) if args.json else module.text(found))
     return 2 if found["fits"] is False else 0

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
+from dgemma.attention import Packing
+
 from . import kernels
 from . import sampler as sampling
 from .canvas import MANY
@@ -45,6 +47,7 @@ class Options:
     rule: BlockRule
     end_token_ids: tuple[int, ...]
     max_redraws: int = 2  # how often an empty first block is drawn again
+    packing: Packing | None = None  # of keys and values in the caches
 
     def __post_init__(self) -> None:
         for name, value in (("max_new_tokens", self.max_new_tokens), ("max_denoising_steps", self.max_denoising_steps)):
@@ -179,7 +182,7 @@ def denoise(
     """
     length, size = model.config.canvas_length, ids.shape[0]
     _check(model, options, size, seeds, canvas, pins)
-    caches = model.make_caches(padding)
+    caches = model.make_caches(padding, options.packing)
     model.prefill(ids, features, caches, chunk)
     hidden = padding if padding is not None else [0] * size
     yield Prefilled(tuple(ids.shape[1] - int(p) for p in hidden))

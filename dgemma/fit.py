@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import backend, flash, kernels, plain
+from .attention import Packing
 from .attention.caches import STEP
 from .chat import read_image_budget
 from .canvas import MANY
@@ -27,6 +28,7 @@ from .config import SLIDING, ModelConfig, TextConfig, VisionConfig
 from .errors import OptionError
 from .hub import find
 from .model import CHUNK, SCORES
+from .pipeline import packing_of
 from .render import size
 from .weights import Checkpoint
 
@@ -49,6 +51,7 @@ class Job:
     image_tokens: int = 280
     batch: int = 1
     chunk: int | None = None
+    packing: Packing | None = None  # of keys and values
 
     def __post_init__(self) -> None:
         for name, least in (("context", 1), ("images", 0), ("image_tokens", 1), ("batch", 1)):
@@ -117,7 +120,8 @@ def caches(text: TextConfig, canvas: int, job: Job, width: int) -> tuple[int, in
     found = {True: 0, False: 0}
     for layer in text.layers:
         rows = kept if layer.kind == SLIDING else slots
-        found[layer.kind == SLIDING] += 2 * job.batch * layer.kv_heads * layer.head_dim * rows * width
+        row = layer.head_dim * width if job.packing is None else job.packing.nbytes(layer.head_dim, width)
+        found[layer.kind == SLIDING] += 2 * job.batch * layer.kv_heads * rows * row
     return found[False], found[True]
 
 
@@ -222,7 +226,9 @@ def read(model: str | Path | None, revision: str | None, **job: Any) -> dict[str
     found = find(model, revision)
     if job.get("image_tokens") is None:
         job["image_tokens"] = read_image_budget(found.folder)
-    return examine(Checkpoint.open(found.folder, found.headers()), Job(**job))
+    given = {f"kv_{name}": job.pop(f"kv_{name}", None) for name in ("bits", "group_size")}
+    packing = packing_of({name: value for name, value in given.items() if value is not None})
+    return examine(Checkpoint.open(found.folder, found.headers()), Job(**job, packing=packing))
 
 
 def examine(opened: Checkpoint, job: Job) -> dict[str, Any]:

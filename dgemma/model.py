@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dgemma.attention import KVCache, MaskMemo, RotatingKVCache, Rotary
+from dgemma.attention import KVCache, MaskMemo, Packing, RotatingKVCache, Rotary
 from dgemma.vision import ImageEmbedder, Patches, VisionTower, image_blocks, place
 
 from . import kernels
@@ -61,11 +61,12 @@ class DiffusionGemma(nn.Module):
 
     # -- the encoder pass ---------------------------------------------------------------------------------------------
 
-    def make_caches(self, padding: Sequence[int] | None = None) -> list[Cache]:
-        """Empty caches, one a layer, for a batch whose row b begins with `padding[b]` slots of padding."""
+    def make_caches(self, padding: Sequence[int] | None = None, packing: Packing | None = None) -> list[Cache]:
+        """Empty caches, one a layer, for a batch whose row b begins with `padding[b]` slots of padding; packed if so wanted."""
         memo, window = MaskMemo(padding), self.config.text.sliding_window
         return [
-            RotatingKVCache(window, memo) if layer.kind == SLIDING else KVCache(memo) for layer in self.config.text.layers
+            RotatingKVCache(window, memo, packing) if layer.kind == SLIDING else KVCache(memo, packing)
+            for layer in self.config.text.layers
         ]
 
     def encode_images(self, images: Sequence[Patches]) -> list[mx.array]:
@@ -124,7 +125,7 @@ class DiffusionGemma(nn.Module):
             part = ids[:, begin:end]
             taken, features = self._features_of(ids, begin, end, features)
             self.encode(part, taken, caches)
-            mx.eval([array for cache in caches for array in (cache.keys, cache.values)])
+            mx.eval([array for cache in caches for array in cache.arrays])
             if end < ids.shape[1]:
                 mx.clear_cache()  # what mlx keeps of a chunk fits no later one: every chunk's attention is wider
 
@@ -144,7 +145,7 @@ class DiffusionGemma(nn.Module):
     def extend(self, ids: mx.array, caches: Sequence[Cache]) -> None:
         """Write a finished block `ids [B, C]` to the caches."""
         self.encode(np.asarray(ids), [], caches)
-        mx.eval([array for cache in caches for array in (cache.keys, cache.values)])
+        mx.eval([array for cache in caches for array in cache.arrays])
 
     # -- the canvas pass ----------------------------------------------------------------------------------------------
 

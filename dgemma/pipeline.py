@@ -19,6 +19,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from dgemma.attention import Packing
+
 from . import backend, interoperation, presets, weights
 from .chat import Chat, Message, Prompt, TextStream, conversation, pad
 from .config import GenerationConfig
@@ -150,6 +152,8 @@ class Pipeline:
         redraws: how often an empty answer is drawn again; default 2
         image_budget: soft tokens an image may take: 70, 140, 280, 560 or 1120
         chunk: prompt positions per encoder pass
+        kv_bits: 8 or 4, to keep keys and values packed; kv_group_size: 32, 64 or 128 numbers a scale, default 64; kv_start: positions
+            that are kept as they are until there are so many, default 0
         canvas: token ids to begin the first block from; pins: {answer position: token id} held from first to last step
         """
         for event in self.stream(prompt, images, **settings):
@@ -369,6 +373,8 @@ def with_settings(options: Options, settings: dict[str, Any]) -> Options:
             rule.stability if stability is None else _whole("stability", stability),
             rule.confidence if confidence is None else _real("confidence", confidence),
         )
+    if (packing := packing_of(given)) is not None:
+        changes["packing"] = packing
     for setting, field, kind in (
         ("max_new_tokens", "max_new_tokens", _whole),
         ("steps", "max_denoising_steps", _whole),
@@ -383,6 +389,14 @@ def with_settings(options: Options, settings: dict[str, Any]) -> Options:
     if given:
         raise OptionError(f"unknown setting {sorted(given)[0]!r}; help(Pipeline.__call__) lists them")
     return replace(options, **changes)
+
+
+def packing_of(given: dict[str, Any]) -> Packing | None:
+    """How caches are packed by the settings kv_bits, kv_group_size and kv_start, which are taken out of `given`."""
+    named = {name: given.pop(f"kv_{name}") for name in ("bits", "group_size", "start") if f"kv_{name}" in given}
+    if named and "bits" not in named:
+        raise OptionError(f"kv_{next(iter(named))} says how to pack keys and values; give kv_bits (8 or 4) as well")
+    return Packing(**{name: _whole(f"kv_{name}", value) for name, value in named.items()}) if named else None
 
 
 def _whole(name: str, value: Any) -> int:

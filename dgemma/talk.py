@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dgemma.attention import Packing
 from dgemma.vision import load_image
 
 from . import backend, fit, render
 from .chat import Message, Prompt, conversation
 from .errors import OutputError, PromptError, UserError
 from .hub import find
-from .pipeline import Event, Finished, Pipeline, Unloaded
+from .pipeline import Event, Finished, Pipeline, Unloaded, packing_of
 from .presets import spell_out
 from .terminal import Progress, Speaker, Transcript, Watch, show
 
@@ -44,7 +45,7 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
         with Progress(wanted=not args.quiet) as progress:
             unloaded = prepare(args, progress)
             (prompt,) = unloaded.check_request(messages, images, **settings)
-            job = job_of(prompt, settings.get("max_new_tokens", unloaded.options.max_new_tokens), args.chunk)
+            job = job_of(prompt, settings.get("max_new_tokens", unloaded.options.max_new_tokens), args.chunk, packing_of(dict(settings)))
             pipe = load(unloaded, args, progress, job)
             transcript = Transcript(args.seed, pipe.load_seconds, prompt.image_tokens)
             watch = watcher(pipe, settings) if args.watch else None
@@ -82,12 +83,13 @@ def prepare(args: argparse.Namespace, progress: Progress) -> Unloaded:
     return Unloaded(found)
 
 
-def job_of(prompt: Prompt, new_tokens: int, chunk: int | None) -> fit.Job:
+def job_of(prompt: Prompt, new_tokens: int, chunk: int | None, packing: Packing | None = None) -> fit.Job:
     """What answering a prompt asks of the memory."""
     largest = max((image.soft_tokens for image in prompt.images), default=1)
     return fit.Job(
-        context=len(prompt.ids) + new_tokens, images=len(prompt.images), image_tokens=largest, batch=1, chunk=chunk
-    )
+        context=len(prompt.ids) + new_tokens, images=len(prompt.images), image_tokens=largest, batch=1, chunk=chunk,
+        packing=packing,
+    )  # fmt: skip
 
 
 def load(unloaded: Unloaded, args: argparse.Namespace, progress: Progress, job: fit.Job) -> Pipeline:
@@ -243,7 +245,8 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
     with Progress(wanted=not args.quiet) as progress:
         unloaded = prepare(args, progress)
         unloaded.check_settings(settings)
-        job = fit.Job(context=unloaded.opened.config.canvas_length, chunk=args.chunk)  # a turn is as long as it will be
+        context = unloaded.opened.config.canvas_length  # a turn is as long as it will be
+        job = fit.Job(context=context, chunk=args.chunk, packing=packing_of(dict(settings)))
         talk = Conversation(load(unloaded, args, progress, job), settings, args.system)
     live = sys.stdin.isatty()
     if live:

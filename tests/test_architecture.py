@@ -19,7 +19,7 @@ FLOORS = [
     {"beliefs", "flash"},
     {"cpu", "cuda"},
     {"kernels"},
-    {"attention.masks", "attention.reads", "attention.rope", "sampler"},
+    {"attention.masks", "attention.packing", "attention.reads", "attention.rope", "sampler"},
     {"attention.caches"},
     {"attention"},
     {"vision.preprocess", "vision.tower", "vision.embed", "layers"},

@@ -4,7 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dgemma.attention import KVCache, MaskMemo, RotatingKVCache
+from dgemma.attention import KVCache, MaskMemo, Packing, RotatingKVCache
+from dgemma.attention.packing import arrays, unpacked
+from dgemma.errors import OptionError
 
 W, B, K, H, E = 7, 2, 2, 4, 8
 NO_BLOCK = -1
@@ -73,10 +75,14 @@ class Pair:
     """A cache and the history it should agree with, written side by side."""
 
     def __init__(self, kind, seed=0, padding=(0,) * B, images="encoder-window"):
-        memo = MaskMemo(padding)
-        self.cache = RotatingKVCache(W, memo) if kind == "rotating" else KVCache(memo)
-        self.history = History(W if kind == "rotating" else None, padding, images)
+        memo, self.packing = MaskMemo(padding), packing_of(kind)
+        self.cache = RotatingKVCache(W, memo, self.packing) if kind.startswith("rotating") else KVCache(memo, self.packing)
+        self.history = History(W if kind.startswith("rotating") else None, padding, images)
         self.rng = np.random.RandomState(seed)
+
+    def stored(self, rows):
+        """Rows as a cache keeps them: what is packed is rounded, once and for all."""
+        return np.array(rows if self.packing is None else self.packing.pack(rows).unpacked(), np.float64)
 
     def random(self, heads, length):
         return self.rng.randn(B, heads, length, E)
@@ -85,7 +91,7 @@ class Pair:
         q, k, v = self.random(H, length), self.random(K, length), self.random(K, length)
         arguments = [mx.array(k.astype(np.float32)), mx.array(v.astype(np.float32))]
         read = getattr(self.cache, verb)(*arguments, *([] if blocks is None else [blocks]))
-        first = self.history.write(k, v, blocks)
+        first = self.history.write(*(self.stored(rows) for rows in arguments), blocks)
         self.agree(read.attend(mx.array(q.astype(np.float32)), scale=0.3), self.history.attend(q, first), first)
 
     def read_block(self, length):
@@ -105,11 +111,18 @@ class Pair:
         if count == 0:
             assert keys is None and values is None
             return
+        keys, values = unpacked(keys), unpacked(values)
         np.testing.assert_array_equal(np.array(keys), self.history.keys[:, :, total - count :].astype(np.float32))
         np.testing.assert_array_equal(np.array(values), self.history.values[:, :, total - count :].astype(np.float32))
 
 
-KINDS = ["full", "rotating"]
+KINDS = ["full", "rotating", "full 8 bit", "rotating 8 bit", "rotating 4 bit"]
+
+
+def packing_of(kind):
+    return Packing(int(kind.split()[1]), 32) if "bit" in kind else None
+
+
 SPLITS = [[1] * 18, [18], [3, 15], [W - 1, 1, W, 4], [W, W, 4], [W + 1, 10], [2 * W, 4], [2 * W - 1, 5]]
 
 
@@ -150,12 +163,11 @@ def test_a_block_read_changes_nothing(kind, before, singly):
     pair = Pair(kind)
     for length in [1] * before if singly else [before] * bool(before):
         pair.write(length, "append_decode" if singly else "append_window")
-    kept = [None if a is None else np.array(a) for a in (pair.cache.keys, pair.cache.values)]
+    kept = [np.array(a) for a in pair.cache.arrays]
     for _ in range(3):
         pair.read_block(5)
     assert pair.cache.offset == before
-    for array, old in zip((pair.cache.keys, pair.cache.values), kept):
-        assert (array is None and old is None) or np.array_equal(np.array(array), old)
+    assert len(kept) == len(pair.cache.arrays) and all(np.array_equal(np.array(a), b) for a, b in zip(pair.cache.arrays, kept))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +182,7 @@ def test_any_sequence_of_writes(kind, seed):
             pair.read_block(int(rng.randint(1, 6)))
         elif verb == "restore":
             rows = pair.cache.capture_rows()
-            extra = [W] if kind == "rotating" else []
+            extra = [W] if kind.startswith("rotating") else []
             pair.cache = type(pair.cache).restore(rows, *extra)
         elif verb == "trim":
             trim_and_write_again(pair, int(rng.randint(1, 5)))
@@ -196,22 +208,24 @@ def test_restored_continues_bit_for_bit(kind, before, singly):
     for length in [1] * before if singly else [before]:
         pair.write(length, "append_decode" if singly else "append_window")
     rows = pair.cache.capture_rows()
-    twin = RotatingKVCache.restore(rows, W) if kind == "rotating" else KVCache.restore(rows)
+    assert rows.packing == pair.packing
+    twin = RotatingKVCache.restore(rows, W) if kind.startswith("rotating") else KVCache.restore(rows)
     for verb, length in [("append_decode", 1), ("append_decode", 1), ("append_window", 3), ("append_decode", 1)]:
         q, k, v = (mx.array(pair.random(heads, length).astype(np.float32)) for heads in (H, K, K))
         ours, theirs = (getattr(cache, verb)(k, v).attend(q, scale=0.3) for cache in (pair.cache, twin))
         assert np.array_equal(np.array(ours), np.array(theirs))
-    kept = np.array(rows.keys)
+    kept = [np.array(a) for a in arrays(rows.keys)]
     twin.append_decode(k[:, :, :1], v[:, :, :1])
-    assert np.array_equal(np.array(rows.keys), kept), "the capture is self-contained"
+    assert all(np.array_equal(np.array(a), b) for a, b in zip(arrays(rows.keys), kept)), "the capture is self-contained"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_independent(kind):
     """Law 6: a row of a padded batch equals the row alone."""
     rng, padding = np.random.RandomState(3), (4, 0)
-    batch = RotatingKVCache(W, MaskMemo(padding)) if kind == "rotating" else KVCache(MaskMemo(padding))
-    alone = RotatingKVCache(W) if kind == "rotating" else KVCache()
+    packing = packing_of(kind)
+    batch = RotatingKVCache(W, MaskMemo(padding), packing) if kind.startswith("rotating") else KVCache(MaskMemo(padding), packing)
+    alone = RotatingKVCache(W, None, packing) if kind.startswith("rotating") else KVCache(None, packing)
     for length in (12, 1, 5):
         q, k, v = (rng.randn(B, heads, length, E).astype(np.float32) for heads in (H, K, K))
         whole = np.array(batch.append_window(mx.array(k), mx.array(v)).attend(mx.array(q), scale=0.3))
@@ -282,3 +296,72 @@ def test_layers_of_a_kind_share_one_mask():
     rows = mx.zeros((1, 1, 2 * W, 4))
     masks = [cache.append_window(rows, rows).mask for cache in caches]
     assert masks[0] is masks[1] is masks[2]
+
+
+# -- packed rows ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["full", "rotating"])
+@pytest.mark.parametrize("before", [0, 3, W, 2 * W + 3])
+@pytest.mark.parametrize("singly", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_filled_cache_is_packed_as_it_lies(kind, before, singly, bits):
+    pair = Pair(kind)
+    for length in [1] * before if singly else [before] * bool(before):
+        pair.write(length, "append_decode" if singly else "append_window")
+    plain, pair.packing = pair.cache, Packing(bits, 32)
+    pair.cache = plain.to_quantized(bits, 32)
+    assert pair.cache.is_packed and not plain.is_packed and pair.cache.offset == before
+    pair.history.keys, pair.history.values = (
+        pair.stored(mx.array(rows.astype(np.float32))) if before else rows for rows in (pair.history.keys, pair.history.values)
+    )
+    pair.check_view()
+    pair.read_block(4)
+    for verb, length in (("append_decode", 1), ("append_window", 3), ("append_committed", 2), ("append_decode", 1)):
+        pair.write(length, verb)
+        pair.check_view()
+    with pytest.raises(ValueError, match=f"packed already, in {bits} bits"):
+        pair.cache.to_quantized(8)
+
+
+@pytest.mark.parametrize("kind", ["full", "rotating"])
+def test_a_cache_is_packed_once_it_holds_so_much(kind):
+    pair, packing = Pair(kind), Packing(8, 32, start=5)
+    pair.cache.packing = packing
+    for length in (2, 2):
+        pair.write(length)
+        assert not pair.cache.is_packed
+    pair.write(3)
+    assert pair.cache.is_packed
+    pair.packing = packing
+    pair.history.keys, pair.history.values = (
+        pair.stored(mx.array(rows.astype(np.float32))) for rows in (pair.history.keys, pair.history.values)
+    )
+    pair.check_view()
+    pair.write(4)
+    pair.read_block(3)
+
+
+@pytest.mark.parametrize("width, padded", [(8, 32), (32, 32), (48, 64), (96, 96), (256, 256)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bytes_of_packed_rows(width, padded, bits):
+    packing = Packing(bits, 32)
+    cache, rows = RotatingKVCache(9, None, packing), mx.random.normal((1, 2, 9, width), key=mx.random.key(0))
+    cache.append_window(rows, rows)
+    assert cache.bytes_per_token == 2 * 2 * packing.nbytes(width, 4) == 2 * 2 * (padded * bits // 8 + padded // 32 * 8)
+    steps = (mx.max(rows) - mx.min(rows)).item() / (2**bits - 1)
+    assert mx.abs(unpacked(cache.temporal_view()[0]) - rows).max().item() <= 0.75 * steps
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"bits": 3}, "kv_bits is 3; allowed: 4, 8"),
+        ({"group_size": 48}, "kv_group_size is 48; allowed: 32, 64, 128"),
+        ({"start": -1}, "kv_start is -1; a whole number of at least 0"),
+        ({"start": True}, "kv_start is True"),
+    ],
+)
+def test_what_mlx_packs_not_is_refused(given, message):
+    with pytest.raises(OptionError, match=message):
+        Packing(**given)

@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from dgemma import backend, fit, weights
+from dgemma.attention import Packing
 from dgemma.cli import main
 from dgemma.convert import convert
 from dgemma.errors import OptionError
@@ -142,3 +143,24 @@ def test_force_tries_all_the_same(monkeypatch, capsys):
     monkeypatch.setattr(backend, "free_memory", lambda: 20_000_000)
     assert main(["generate", "--force", "Count from 3 to 5."]) == 0
     assert capsys.readouterr().out == "3, 4, 5.\n"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("length", [5, 100])
+def test_packed_caches_are_counted(opened, bits, length):
+    model, packing = weights.load(opened, dtype=mx.float32), Packing(bits, 32)
+    caches = model.make_caches(packing=packing)
+    model.prefill(np.random.RandomState(0).randint(10, 90, (1, length)), [], caches)
+    said = fit.need(opened, Job(context=length, packing=packing), mx.float32)
+    assert said.full_caches == sum(cache.nbytes for cache in caches if not hasattr(cache, "window"))
+    assert said.sliding_caches == sum(cache.nbytes for cache in caches if hasattr(cache, "window"))
+
+
+def test_fit_reads_how_caches_are_packed(capsys):
+    sizes = []
+    for more in ([], ["--kv-bits", "8"], ["--kv-bits", "4"]):
+        assert main(["fit", "demo", "--context", "2000", "--json", *more]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["bytes"]["full_caches"])
+    assert sizes[0] > 2 * sizes[1] > 2 * sizes[2]
+    assert main(["fit", "demo", "--kv-group-size", "32"]) == 2
+    assert "give --kv-bits (8 or 4)" in capsys.readouterr().err

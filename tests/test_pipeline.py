@@ -176,3 +176,27 @@ def test_bad_input_is_one_clear_line(pipe, call, error, message):
 def test_arrays_are_pictures_too(pipe):
     pixels = np.asarray(picture())
     assert pipe("Hello.", images=[pixels]).tokens == pipe("Hello.", images=[picture()]).tokens
+
+
+# -- packed keys and values -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"kv_bits": 8}, {"kv_bits": 4, "kv_group_size": 32}, {"kv_bits": 8, "kv_start": 40}])
+def test_packed_keys_and_values_answer(settings):
+    pipe = dgemma.Pipeline.from_pretrained()
+    assert pipe("Count from 3 to 24.", **settings).text == pipe("Count from 3 to 24.").text
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"kv_bits": 5}, "kv_bits is 5; allowed: 4, 8"),
+        ({"kv_bits": "8"}, "kv_bits is '8'; a whole number is needed"),
+        ({"kv_bits": 8, "kv_group_size": 16}, "kv_group_size is 16; allowed: 32, 64, 128"),
+        ({"kv_bits": 8, "kv_start": -1}, "kv_start is -1"),
+        ({"kv_group_size": 64}, "kv_group_size says how to pack keys and values; give kv_bits"),
+    ],
+)
+def test_packings_that_are_none_are_refused(settings, message):
+    with pytest.raises(dgemma.OptionError, match=message):
+        dgemma.Pipeline.from_pretrained()("Hello", **settings)

@@ -64,7 +64,9 @@ def test_every_setting_of_a_call_is_documented_and_known():
         end_token_ids=(1,),
     )  # fmt: skip
     for name in names - taken_by_the_call:
-        assert with_settings(options, {name: "fast" if name == "preset" else 1}) is not None
+        given = {"preset": "fast", "kv_bits": 8, "kv_group_size": 64}.get(name, 1)
+        beside = {"kv_bits": 8} if name.startswith("kv_") else {}
+        assert with_settings(options, beside | {name: given}) is not None
     with pytest.raises(dgemma.OptionError, match="unknown setting 'temprature'"):
         with_settings(options, {"temprature": 1})
 
