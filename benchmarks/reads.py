@@ -50,8 +50,10 @@ def main() -> None:
 def time_questions(pipe: Pipeline, turns: int) -> None:
     """Ten questions as rows over one prefill, and one by one; in turns, so that a slow minute meets both."""
     choices = {"colour": COLOURS, "shape": SHAPES}
-    ask = lambda template: pipe.read(QUESTION, [PICTURE], template=template, choices=choices)
-    ways = {"ten questions, one prefill": lambda: ask(TEMPLATES), "ten calls": lambda: [ask(one) for one in TEMPLATES]}
+    at_once = lambda: pipe.read(QUESTION, [PICTURE], template=TEMPLATES, choices=choices)
+    one_by_one = lambda: [found for one in TEMPLATES for found in pipe.read(QUESTION, [PICTURE], template=[one], choices=[used(one)])]
+    used = lambda template: {name: words for name, words in choices.items() if f"[[{name}]]" in template}
+    ways = {"ten questions, one prefill": at_once, "ten calls": one_by_one}
     seconds = {name: [] for name in ways}
     for turn in range(turns + 1):
         for name, way in ways.items():
@@ -63,7 +65,7 @@ def time_questions(pipe: Pipeline, turns: int) -> None:
         print(f"{name}: {1000 * median(taken):.0f} ms (best {1000 * min(taken):.0f})")
     one, ten = seconds.values()
     print(f"ratio of medians {median(ten) / median(one):.1f}, of the best {min(ten) / min(one):.1f}")
-    together, apart = ask(TEMPLATES), [ask(one) for one in TEMPLATES]
+    together, apart = at_once(), one_by_one()
     gap = max(
         abs(a[name].probabilities[word] - b[name].probabilities[word])
         for a, b in zip(together, apart) for name in a.slots for word in a[name].probabilities
