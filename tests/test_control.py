@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_every_example_of_the_help_runs(line, run):
 def test_every_option_has_a_help_text(command):
     made = cli.parser()._subparsers._group_actions[0].choices[command]
     assert all(action.help for action in made._actions)
+
+
+def test_the_docs_run(run, capsys, monkeypatch):
+    text = (PICTURES.parents[2] / "docs" / "control.md").read_text()
+    commands = re.findall(r"^\$ dgemma (.*)$", text, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        code, out, err = run(*shlex.split(command))
+        assert (code, err) == (0, "") and "orange" in out
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(PICTURES.parents[2])
+    exec(program, {})
+    assert capsys.readouterr().out.count("green") >= 3
 
 
 def test_a_read_names_the_most_likely_choice(run):
