@@ -248,6 +248,7 @@ def add_read(commands) -> None:
     made.add_argument("--steps", metavar="N", type=whole, help="canvas passes, the last of which is read; default 1")
     made.add_argument("--temperature", metavar="T", type=real, help="divides the logits that are read; default 1")
     made.add_argument("--seed", metavar="N", type=whole, default=0, help="of the noise in the slots; default 0")
+    made.add_argument("--draws", metavar="N", type=whole, help="draws of that noise, of which the mean is told; default 1")
     add_width_options(made)
     add_model_options(made)
 

@@ -28,7 +28,7 @@ SHOWN = 6  # choices of a slot that are printed
 def read(args: argparse.Namespace, settings: Settings) -> int:
     """Say what the model believes about the slots of templates; returns the exit code."""
     choices = read_choices(args.choice)
-    more = {name: value for name, value in vars(args).items() if name in ("width", "end", "steps", "temperature") and value is not None}
+    more = {name: value for name, value in vars(args).items() if name in ("width", "end", "steps", "draws", "temperature") and value is not None}
 
     def job(unloaded: Unloaded, messages: Sequence[Message], images: Sequence[str]) -> ReadJob:
         own = {name: value for name, value in settings.items() if name in ("seed", "image_budget", "chunk")}

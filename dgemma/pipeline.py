@@ -180,7 +180,7 @@ class Pipeline:
 
         steps: canvas passes, default 1: the last is read, those before it denoise the slots
         temperature: divides the logits that are read, default 1
-        seed: of the noise, default 0
+        seed: of the noise, default 0; draws: of so many draws of it the mean is taken, default 1
         width: tokens of the canvas; default as few as the template takes
         end: whether the end of the turn is pinned behind the template; default True
         image_budget, chunk: as of a call

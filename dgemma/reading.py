@@ -13,7 +13,7 @@ probabilities are normalised over all choices together: lengths are equally like
 its length. While a slot is read the others hold noise, at the length of most of their choices (the shorter at a tie).
 
 Draws. Each row begins with `mx.random.key(seed)` and draws as a block of dgemma.denoise does, so rows of one width hold the same
-noise, and a question's result does not depend on those asked beside it.
+noise, and a question's result does not depend on those asked beside it. Of several draws the i-th takes `seed` + i.
 """
 
 from __future__ import annotations
@@ -220,13 +220,14 @@ class ReadJob:
     options: Options
     steps: int
     seed: int
+    draws: int
     width: int | None
     temperature: float
 
     @classmethod
     def of(
         cls, chat: Chat, options: Options, prompt: Any, images: Any, *, template: Any, choices: Any, steps: int = 1, seed: int = 0,
-        width: int | None = None, temperature: float = 1.0, end: bool = True, image_budget: int | None = None, chunk: int | None = None,
+        draws: int = 1, width: int | None = None, temperature: float = 1.0, end: bool = True, image_budget: int | None = None, chunk: int | None = None,
     ) -> ReadJob:  # fmt: skip
         """What Pipeline.read is asked for. Raises PromptError, OptionError, ImageError."""
         written = tuple(template) if isinstance(template, (list, tuple)) else (template,)
@@ -245,23 +246,29 @@ class ReadJob:
         check_width(chat, max(one.longest for one in questions), width)
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
             raise OptionError(f"temperature is {temperature!r}; a finite number above 0 is needed (default 1)")
-        if whole("steps", steps, 1) is None:
-            raise OptionError("steps is None; a whole number of at least 1 is needed")
+        for name, value in (("steps", steps), ("draws", draws)):
+            if whole(name, value, 1) is None:
+                raise OptionError(f"{name} is None; a whole number of at least 1 is needed")
         return cls(
             asked=Asked.of(chat, prompt, images, image_budget, chunk), templates=templates, written=written, questions=questions,
-            options=options, steps=steps, seed=check_seed(seed), width=width, temperature=temperature,
+            options=options, steps=steps, seed=check_seed(seed), draws=draws, width=width, temperature=temperature,
         )  # fmt: skip
 
     def run(self, model: DiffusionGemma) -> list[Read]:
         """The reads, one a template."""
-        found = read(
-            model, self.asked.prefill(model), self.questions, options=self.options, steps=self.steps, seed=self.seed,
-            width=self.width, temperature=self.temperature,
-        )  # fmt: skip
-        return [
-            Read(written, {slot.name: slot for slot in slots}, template.filled([slot.best for slot in slots]))
-            for written, template, slots in zip(self.written, self.templates, found)
-        ]
+        caches = self.asked.prefill(model)
+        drawn = [
+            read(
+                model, caches, self.questions, options=self.options, steps=self.steps, seed=(self.seed + i) % 2**64,
+                width=self.width, temperature=self.temperature,
+            )
+            for i in range(self.draws)
+        ]  # fmt: skip
+        found = []
+        for number, (written, template) in enumerate(zip(self.written, self.templates)):
+            slots = [averaged(reads) for reads in zip(*(one[number] for one in drawn))]
+            found.append(Read(written, {slot.name: slot for slot in slots}, template.filled([slot.best for slot in slots])))
+        return found
 
 
 @dataclass
@@ -352,7 +359,22 @@ def _slot_read(wanted: dict[Line, _Wanted], question: Question, place: int, slot
             logprobs[word] += wanted[line].logprobs[start + j, token]
             if j == 0 and len(tokens) not in tables:
                 tables[len(tokens)] = np.stack([wanted[line].tables[start + i] for i in range(len(tokens))])
+    return SlotRead(slot.name, normalised(logprobs), logprobs, dict(sorted(tables.items())))
+
+
+def averaged(reads: Sequence[SlotRead]) -> SlotRead:
+    """Reads of one slot under several draws of noise as one: the mean of what they give each choice and each token."""
+    if len(reads) == 1:
+        return reads[0]
+    mean = lambda logs: np.logaddexp.reduce(np.array(logs, dtype=np.float64), axis=0) - math.log(len(reads))
+    logprobs = {word: float(mean([one.logprobs[word] for one in reads])) for word in reads[0].logprobs}
+    tables = {length: mean([one.tables[length] for one in reads]).astype(np.float32) for length in reads[0].tables}
+    return SlotRead(reads[0].name, normalised(logprobs), logprobs, tables)
+
+
+def normalised(logprobs: Mapping[str, float]) -> dict[str, float]:
+    """Probabilities of the choices that add up to 1."""
     top = max(logprobs.values())
     odds = {word: math.exp(one - top) for word, one in logprobs.items()}
     total = sum(odds.values())
-    return SlotRead(slot.name, {word: one / total for word, one in odds.items()}, logprobs, dict(sorted(tables.items())))
+    return {word: one / total for word, one in odds.items()}

@@ -129,6 +129,16 @@ def test_the_seed_is_the_noise(pipe):
     assert pipe.read("Hi?", **ONE, seed=3)["a"].logprobs != pipe.read("Hi?", **ONE, seed=4)["a"].logprobs
 
 
+def test_several_draws_are_the_mean_of_each(pipe):
+    mean = pipe.read("Hi?", **MIXED, seed=3, draws=3)
+    single = [pipe.read("Hi?", **MIXED, seed=seed) for seed in (3, 4, 5)]
+    for name, slot in mean.slots.items():
+        for word, value in slot.logprobs.items():
+            assert math.exp(value) == pytest.approx(np.mean([math.exp(one[name].logprobs[word]) for one in single]), rel=1e-5)
+        assert slot.logprob(20) == pytest.approx(np.log(np.mean([np.exp(one[name].logprob(20)) for one in single])), abs=1e-5)
+        assert sum(slot.probabilities.values()) == pytest.approx(1)
+
+
 def test_a_read_leaves_the_caches_as_they_are(pipe):
     caches = pipe.model.make_caches()
     pipe.model.prefill(np.array([[2, 30, 31, 32]]), [], caches)
@@ -154,6 +164,7 @@ def test_pictures_alone_are_a_prompt(pipe):
         (dict(ONE, width=5), OptionError, "width is 5; 7 \\(the template's\\) to 8 \\(the canvas's\\) is allowed"),
         (dict(ONE, width=9), OptionError, "width is 9; 7"),
         (dict(ONE, width="x"), OptionError, "width is 'x'; a whole number of at least 1"),
+        (dict(ONE, draws=0), OptionError, "draws is 0; a whole number of at least 1"),
         (dict(ONE, steps=0), OptionError, "steps is 0; a whole number of at least 1"),
         (dict(ONE, seed=-1), OptionError, "seed is -1; a whole number of at least 0"),
         (dict(ONE, seed=2**64), OptionError, "0 to 2\\*\\*64 - 1 is allowed"),
