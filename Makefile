@@ -47,9 +47,11 @@ notebooks: $(READY)-test
 
 goldens: $(READY)-dev
 	@$(VENV)/bin/python tests/oracle/make_goldens.py
+	@$(VENV)/bin/python tests/oracle/make_reads.py
 
 fidelity: $(READY)-dev
 	@$(VENV)/bin/python tests/oracle/live.py
+	@$(VENV)/bin/python tests/oracle/make_reads.py --live
 
 clean:
 	rm -rf $(VENV) build dist dgemma.egg-info .pytest_cache

@@ -22,6 +22,7 @@ from .errors import (  # noqa: E402
 
 __version__ = "0.1.0"
 _PIPELINE = ("Answer", "Block", "Finished", "Pipeline", "Prefilled", "Seconds", "Step", "Text")
+_PIPELINE += ("Filled", "Read", "Revision", "SlotRead")
 __all__ = sorted(
     ["CheckpointError", "DgemmaError", "Failure", "ImageError", "OptionError", "OutputError", "PromptError", "UserError"]
     + list(_PIPELINE)

@@ -147,6 +147,9 @@ def parser() -> Parser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_generate(commands)
     add_chat(commands)
+    add_read(commands)
+    add_fill(commands)
+    add_revise(commands)
     add_info(commands)
     add_fit(commands)
     add_convert(commands)
@@ -229,6 +232,77 @@ def add_chat(commands) -> None:
     made.add_argument("--watch", action="store_true", help="draw the canvas on stderr as it settles")
     made.add_argument("--stats", action="store_true", help="say on stderr what each answer took")
     made.add_argument("--quiet", action="store_true", help="no progress on a terminal")
+
+
+def add_read(commands) -> None:
+    """The options of `read`."""
+    made = command(
+        commands,
+        "read",
+        read,
+        "say how likely each choice for the slots of a text is, without writing anything",
+        'dgemma read --image two_shapes.png --prompt "What color is the circle?" --choice c=red,orange,blue "The circle is [[c]]."',
+        'dgemma read --image digits_92.png --prompt "Read the number." --choice n=92,97,29,9 --json "The number is [[n]]."',
+    )
+    made.add_argument("template", metavar="TEMPLATE", nargs="+", help='a text with [[named]] slots; several are read over one prefill')
+    made.add_argument(
+        "--choice", metavar="NAME=WORD,...", action="append", default=[], help="what a slot may hold; may be given many times"
+    )
+    add_question_options(made)
+    made.add_argument("--steps", metavar="N", type=whole, help="canvas passes, the last of which is read; default 1")
+    made.add_argument("--temperature", metavar="T", type=real, help="divides the logits that are read; default 1")
+    made.add_argument("--seed", metavar="N", type=whole, default=0, help="of the noise in the slots; default 0")
+    made.add_argument("--draws", metavar="N", type=whole, help="draws of that noise, of which the mean is told; default 1")
+    add_width_options(made)
+    add_model_options(made)
+
+
+def add_fill(commands) -> None:
+    """The options of `fill`."""
+    made = command(
+        commands,
+        "fill",
+        fill,
+        "fill the holes of a text",
+        'dgemma fill --image two_shapes.png --prompt "What is in this image?" "I see a [[1-3]] square left of an [[1]] circle."',
+        'dgemma fill --prompt "Count from 3 to 9." --json "3, 4, [[1]], 6, [[1]], 8, 9."',
+    )
+    made.add_argument("template", metavar="TEMPLATE", help='a text with holes of so many tokens, [[2]] or [[1-3]]; "-" reads stdin')
+    add_question_options(made)
+    add_width_options(made)
+    add_model_options(made)
+    add_sampler_options(made, answers=False)
+
+
+def add_revise(commands) -> None:
+    """The options of `revise`."""
+    made = command(
+        commands,
+        "revise",
+        revise,
+        "write a draft again: a share of it becomes noise, and is denoised",
+        'dgemma revise --image two_shapes.png --prompt "What is in this image?" "I see a red square left of a blue circle."',
+        'echo "3, 4, 7, 6." | dgemma revise --prompt "Count from 3 to 6." --strength 0.2 --json -',
+    )
+    made.add_argument("draft", metavar="DRAFT", help='the text to revise; "-" reads stdin')
+    made.add_argument("--strength", metavar="X", type=real, default=0.4, help="the share that becomes noise, up to 1; default 0.4")
+    add_question_options(made)
+    add_model_options(made)
+    add_sampler_options(made, answers=False)
+
+
+def add_question_options(made: Parser) -> None:
+    """What the canvas stands after, and how the result is told."""
+    made.add_argument("--prompt", metavar="TEXT", help="what the text answers; default nothing but the pictures")
+    made.add_argument("--image", metavar="FILE", action="append", default=[], help="a picture; may be given many times")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument("--quiet", action="store_true", help="no progress on a terminal")
+
+
+def add_width_options(made: Parser) -> None:
+    """How much canvas there is around a template."""
+    made.add_argument("--width", metavar="N", type=whole, help="tokens of the canvas; default as few as the text takes")
+    made.add_argument("--no-end", dest="end", action="store_false", help="the text may go on: pin no end of the turn behind it")
 
 
 def add_info(commands) -> None:
@@ -405,13 +479,15 @@ def add_packing_options(made: argparse._ActionsContainer, start: bool = True) ->
         made.add_argument("--kv-start", metavar="N", type=whole, help="... once there are N positions; default from the first on")
 
 
-def add_sampler_options(made: Parser) -> None:
-    """How to sample and when to stop."""
+def add_sampler_options(made: Parser, answers: bool = True) -> None:
+    """How to sample and when to stop; `answers`: of any length, and drawn again when empty."""
     group = made.add_argument_group("sampling (defaults: the checkpoint's)")
     group.add_argument("--seed", metavar="N", type=whole, default=0, help="default 0; one seed, one answer")
     meant = "; ".join(f"{name}: {preset}" for name, preset in PRESETS.items())
     group.add_argument("--preset", choices=tuple(PRESETS), help=f"settings that go together ({meant}); an option beside it wins")
-    group.add_argument("--max-tokens", metavar="N", type=whole, help="the longest answer")
+    if answers:
+        group.add_argument("--max-tokens", metavar="N", type=whole, help="the longest answer")
+        group.add_argument("--redraws", metavar="N", type=whole, help="how often an empty answer is drawn again")
     group.add_argument("--steps", metavar="N", type=whole, help="denoising steps a block may take")
     group.add_argument("--t-max", metavar="T", type=real, help="temperature of the first step")
     group.add_argument("--t-min", metavar="T", type=real, help="temperature that the last step nears")
@@ -420,7 +496,6 @@ def add_sampler_options(made: Parser) -> None:
     accept.add_argument("--confidence-threshold", metavar="X", type=real, help="or: accept positions at least X sure")
     group.add_argument("--stability", metavar="N", type=whole, help="a block has settled when N steps changed nothing")
     group.add_argument("--confidence", metavar="X", type=real, help="... and its mean entropy is below X nats")
-    group.add_argument("--redraws", metavar="N", type=whole, help="how often an empty answer is drawn again")
 
 
 def whole(text: str) -> int:
@@ -441,7 +516,7 @@ def real(text: str) -> float:
 
 def settings(args: argparse.Namespace) -> dict:
     """The settings of Pipeline.stream that were given."""
-    return {name: value for arg, name in SETTINGS.items() if (value := getattr(args, arg)) is not None}
+    return {name: value for arg, name in SETTINGS.items() if (value := getattr(args, arg, None)) is not None}
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -459,6 +534,27 @@ def chat(args: argparse.Namespace) -> int:
     from . import talk
 
     return talk.chat(args, settings(args))
+
+
+def read(args: argparse.Namespace) -> int:
+    """`dgemma read`."""
+    from . import control  # here, as the module's docstring says
+
+    return control.read(args, settings(args))
+
+
+def fill(args: argparse.Namespace) -> int:
+    """`dgemma fill`."""
+    from . import control
+
+    return control.fill(args, settings(args))
+
+
+def revise(args: argparse.Namespace) -> int:
+    """`dgemma revise`."""
+    from . import control
+
+    return control.revise(args, settings(args))
 
 
 def info(args: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@
                          until the row has settled or the steps are used up
         the most likely canvas is the block: emit it, and encode it into the caches
 
-`denoise` is a generator of events. It prints, decodes and measures nothing.
+`denoise` is a generator of events. It prints, decodes and measures nothing. `settle` is its inner loop alone: one canvas of any
+width, begun by `seed_canvas`, on caches that somebody else has filled and that it leaves as they are.
 
 Draws. Every row owns a key, `mx.random.key(seed)`, so that its answer does not depend on its neighbours. A block begins by
 splitting the key and drawing C uniform numbers for its canvas; each step splits it again and draws `[2, C]`: the first
@@ -30,9 +31,10 @@ from .config import GenerationConfig
 from .errors import OptionError
 from .model import Cache, DiffusionGemma
 from .sampler import EntropyBound, Sampler
-from .stopping import BlockRule, StableAndConfident, cut
+from .stopping import BlockRule, StableAndConfident, StepsOnly, cut
 
 Pins = Mapping[int, int]  # position in the answer -> the token that it holds from the first step to the last
+FORBIDDEN = -1e4  # added to a score: the soft-cap makes it the least of all, whatever the dtype, and never a NaN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,18 @@ class Options:
             rule=StableAndConfident(config.stability_threshold, config.confidence_threshold),
             end_token_ids=config.end_token_ids,
         )
+
+    def exactly(self, steps: int) -> Options:
+        """These options with `steps` denoising steps a canvas, neither fewer nor more."""
+        return replace(self, max_denoising_steps=steps, rule=StepsOnly())
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Which tokens each position of a canvas may become: kind k of position (r, c) may take token v where `bias[k, v]` is 0."""
+
+    kinds: mx.array  # [R, C] int
+    bias: mx.array  # [K, V] 0 or FORBIDDEN, in the dtype of activations
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,7 @@ class _Canvas:
     belief: mx.array | None = None  # [R, C, D] what the last step believed, as a soft embedding
     best: tuple[np.ndarray, ...] = ()  # the newest canvases of most likely tokens, [R, C] each, for the block rule
     shown: tuple[np.ndarray, ...] | None = None  # best, entropy and accepted of each row's last step, [R, C] each
+    allowed: Allowed | None = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +219,36 @@ def denoise(
             caches = [cache.select(going, memo) for cache in caches]
         model.extend(mx.array(tokens), caches)
     yield Done(tuple(row.reason for row in everyone), tuple(row.redrawn for row in everyone))
+
+
+def seed_canvas(
+    model: DiffusionGemma,
+    canvas: np.ndarray,
+    keys: Sequence[mx.array],
+    pinned: np.ndarray | None = None,
+    allowed: Allowed | None = None,
+) -> _Canvas:
+    """A canvas before its first step, of any width: `canvas [R, C]` of token ids, -1 where noise is to be drawn.
+
+    `keys` are the rows' randomness (the canvas takes the draw that `denoise` takes at the start of a block), `pinned [R, C]`
+    says which positions keep their token at every step.
+    """
+    active = np.ones(len(canvas), dtype=bool)
+    left, uniforms = _uniforms(keys, active, canvas.shape[1:])
+    given = mx.array(canvas.astype(np.int32))
+    tokens = mx.where(given < 0, sampling.noise(uniforms, model.config.text.vocab_size), given)
+    held = None if pinned is None or not pinned.any() else mx.array(pinned)
+    return _Canvas(tokens, left, held, active, np.zeros(len(canvas), dtype=int), allowed=allowed)
+
+
+def settle(
+    model: DiffusionGemma, caches: Sequence[Cache], state: _Canvas, options: Options, places: Sequence[int]
+) -> Generator[Step, None, _Canvas]:
+    """Denoise one canvas that stands after what `caches` hold, and write nothing to them; returns its last state.
+
+    `places` are the numbers by which the events name the rows. `shown[0]` of what is returned is the most likely canvas.
+    """
+    return (yield from _write_canvas(model, caches, [_Row(p, k, {}, 0) for p, k in zip(places, state.keys)], 0, state, options))
 
 
 def _check(model, options, size, seeds, canvas, pins) -> None:
@@ -326,7 +371,9 @@ def _lay_out(model: DiffusionGemma, caches: Sequence[Cache], state: _Canvas, num
     t = sampling.temperature(steps + 1 - number, steps, options.t_min, options.t_max)
     keys, uniforms = _uniforms(state.keys, state.active, (2, length))  # [R, 2, C]
 
-    seen, drawn, belief = _look(model, model.canvas_hidden(state.tokens, caches, state.belief), t, uniforms[:, 0])
+    seen, drawn, belief = _look(
+        model, model.canvas_hidden(state.tokens, caches, state.belief), t, uniforms[:, 0], state.allowed
+    )
     if state.pinned is not None:  # settled whatever the model believes, and no rival of the free positions
         seen = replace(
             seen,
@@ -363,7 +410,7 @@ def _read(laid: _Laid, state: _Canvas, rows: list[_Row], block: int, options: Op
 
 
 def _look(
-    model: DiffusionGemma, hidden: mx.array, t: float, uniforms: mx.array
+    model: DiffusionGemma, hidden: mx.array, t: float, uniforms: mx.array, allowed: Allowed | None = None
 ) -> tuple[sampling.Statistics, mx.array, mx.array]:
     """All of a step that is as wide as the vocabulary: statistics, tokens drawn `[R, C]`, and the belief `[R, C, D]`.
 
@@ -375,6 +422,8 @@ def _look(
     pieces = []
     for begin in range(0, len(rows), most):
         scores = model.scores(rows[begin : begin + most])
+        if allowed is not None:
+            scores = scores + allowed.bias[allowed.kinds.reshape(-1)[begin : begin + most]]
         *seen, probabilities = kernels.believe(scores, cap, t, uniforms.reshape(-1)[begin : begin + most])
         pieces.append((*seen, model.soft_embed(probabilities)))
         if len(rows) > most:  # or the next piece would begin before this one has let go of its temporaries

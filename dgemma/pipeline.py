@@ -27,7 +27,9 @@ from .config import GenerationConfig
 from .denoise import Block, Done, Options, Pins, Prefilled, Step, denoise
 from .errors import OptionError, PromptError
 from .hub import Found, find
+from .infill import Filled, FillJob, ReviseJob, Revision
 from .model import DiffusionGemma
+from .reading import Read, ReadJob, SlotRead  # noqa: F401: a public name
 from .sampler import ConfidenceThreshold, EntropyBound
 from .stopping import StableAndConfident
 
@@ -167,6 +169,62 @@ class Pipeline:
         Input is checked before the first event; closing the iterator stops between two steps.
         """
         return self._run(_Request.read(self, prompt, images, settings))
+
+    # -- a canvas of which a part is given (dgemma.reading, dgemma.infill) -------------------------------------------
+
+    def read(self, prompt: Any, images: Any = None, *, template: Any, choices: Any, **settings: Any) -> Read | list[Read]:
+        """What the model believes about the slots of a template: the probability of every choice, by one canvas pass.
+
+            pipe.read("What is in this image?", images=["a.png"], template="I see a [[colour]] circle.",
+                      choices={"colour": ["red", "green", "blue"]})["colour"].probabilities
+
+        The canvas holds the template's text, noise in its slots and the end of the turn. `template` may be a list: all of
+        them, as rows of one batch, share one prefill; `choices` is then one dict for all, or a list of dicts. A choice of several
+        tokens has the product of their probabilities, each read with those before it pinned. Choices of different lengths are
+        read on layouts of their own and normalised together. Raises PromptError, OptionError, ImageError. Settings, all optional:
+
+        steps: canvas passes, default 1: the last is read, those before it denoise the slots
+        temperature: divides the logits that are read, default 1
+        seed: of the noise, default 0; draws: of so many draws of it the mean is taken, default 1
+        width: tokens of the canvas; default as few as the template takes
+        end: whether the end of the turn is pinned behind the template; default True
+        image_budget, chunk, kv_bits, kv_group_size, kv_start: as of a call
+        """
+        options = replace(self.options, packing=packing_of(settings))
+        found = ReadJob.of(self.chat, options, prompt, images, template=template, choices=choices, **settings).run(self.model)
+        return found if isinstance(template, (list, tuple)) else found[0]
+
+    def fill(self, template: str, prompt: Any = None, images: Any = None, **settings: Any) -> Filled:
+        """Fill the holes of a template: `pipe.fill("A [[1-3]] circle left of a [[1]] square.", images=["a.png"])`.
+
+        A hole is so many tokens, or one of a range: every combination of lengths is a row of a batch, and that one is
+        taken whose finished canvas has the highest mean log-probability. The text around holes is pinned at every step and stands in
+        the result as it was given. `prompt` is what the canvas answers; None for pictures alone. Settings: seed, width,
+        end, image_budget, chunk as of read; steps, t_min, t_max, entropy_bound or confidence_threshold, stability and
+        confidence as of a call. Raises PromptError, OptionError, ImageError.
+        """
+        *_, last = self.stream_fill(template, prompt, images, **settings)
+        return last
+
+    def stream_fill(self, template: str, prompt: Any = None, images: Any = None, **settings: Any) -> Iterator[Step | Filled]:
+        """The same, as events: Step after Step, whose `rows` number the combinations of lengths, and at last the Filled."""
+        own, options = split_settings(self.options, settings, FILL_SETTINGS)
+        return FillJob.of(self.chat, options, template, prompt, images, **own).run(self.model)
+
+    def revise(self, draft: str, prompt: Any = None, images: Any = None, **settings: Any) -> Revision:
+        """Write a draft again: `pipe.revise("A red circle.", "Caption this picture.", images=["a.png"], strength=0.4)`.
+
+        That share of the draft's positions (its end is one of them) is replaced by noise, and the canvas denoised as ever: what the
+        model finds wrong changes, what it finds right stays. `pins` are {position: token id} held throughout. Settings: strength,
+        pins, and those of fill but for width and end. Raises PromptError, OptionError, ImageError.
+        """
+        *_, last = self.stream_revise(draft, prompt, images, **settings)
+        return last
+
+    def stream_revise(self, draft: str, prompt: Any = None, images: Any = None, **settings: Any) -> Iterator[Step | Revision]:
+        """The same, as events: Step after Step, and at last the Revision."""
+        own, options = split_settings(self.options, settings, REVISE_SETTINGS)
+        return ReviseJob.of(self.chat, options, draft, prompt, images, **own).run(self.model)
 
     def _run(self, request: _Request) -> Iterator[Event]:
         mx.reset_peak_memory()
@@ -397,6 +455,19 @@ def packing_of(given: dict[str, Any]) -> Packing | None:
     if named and "bits" not in named:
         raise OptionError(f"kv_{next(iter(named))} says how to pack keys and values; give kv_bits (8 or 4) as well")
     return Packing(**{name: _whole(f"kv_{name}", value) for name, value in named.items()}) if named else None
+
+
+FILL_SETTINGS = ("seed", "width", "end", "image_budget", "chunk")
+REVISE_SETTINGS = ("seed", "strength", "pins", "image_budget", "chunk")
+
+
+def split_settings(options: Options, settings: dict[str, Any], own: Sequence[str]) -> tuple[dict[str, Any], Options]:
+    """The settings that a fill or a revision takes itself, and the options with the others put over them."""
+    for name in ("max_new_tokens", "redraws"):  # of answers that may be longer than a canvas, or empty
+        if settings.get(name) is not None:
+            raise OptionError(f"unknown setting {name!r}; one canvas is written, once")
+    rest = {name: value for name, value in settings.items() if name not in own}
+    return {name: value for name, value in settings.items() if name in own}, with_settings(options, rest)
 
 
 def _whole(name: str, value: Any) -> int:

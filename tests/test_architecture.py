@@ -14,7 +14,7 @@ PACKAGES = {"dgemma": "", "attention": "attention", "vision": "vision"}  # folde
 # A module may import those of the floors below its own, and no other; a new module gets a floor here.
 FLOORS = [
     {"errors"},
-    {"backend", "config", "download", "formats", "names", "peers", "plain", "presets", "stopping", "turns"},
+    {"backend", "config", "download", "formats", "names", "peers", "plain", "presets", "stopping", "template", "turns"},
     {"matrices", "stored", "strips"},
     {"beliefs", "flash"},
     {"cpu", "cuda"},
@@ -28,13 +28,14 @@ FLOORS = [
     {"model"},
     {"denoise", "hub", "weights", "words"},
     {"chat"},
-    {"interoperation"},
+    {"interoperation", "reading"},
+    {"infill"},
     {"pipeline", "plan"},
     {"__init__"},  # the public names: what follows reads them like any other user
     {"render", "writer"},
     {"doctor", "fit", "info", "results", "runtime", "terminal"},
     {"convert", "parts", "talk"},
-    {"geometry"},
+    {"control", "geometry"},
     {"subject"},
     {"bench"},
     {"breakdown"},
@@ -44,7 +45,7 @@ FLOOR = {module: height for height, floor in enumerate(FLOORS) for module in flo
 BESIDE = {"sampler", "stopping"}  # they meet the model in denoise, and pipeline hands them there
 MEASURES = {"runtime", "parts"}  # what bench and profile run: a block without end, and the sampler apart from the loop
 WITHOUT_MLX = {"errors", "config", "download", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
-WITHOUT_MLX |= {"presets", "results", "turns"}
+WITHOUT_MLX |= {"presets", "results", "template", "turns"}
 LONGEST = 60
 
 
