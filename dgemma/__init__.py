@@ -21,7 +21,9 @@ from .errors import (  # noqa: E402
 )
 
 __version__ = "0.1.0"
-_PIPELINE = ("Answer", "Block", "Finished", "Pipeline", "Prefilled", "Seconds", "Step", "Text")
+_PIPELINE = (
+    "Answer", "Block", "Called", "Finished", "Pipeline", "Prefilled", "Seconds", "Step", "Text", "Thought", "ToolCall",
+)  # fmt: skip
 _PIPELINE += ("Filled", "Read", "Revision", "SlotRead")
 __all__ = sorted(
     ["CheckpointError", "DgemmaError", "Failure", "ImageError", "OptionError", "OutputError", "PromptError", "UserError"]

@@ -1,4 +1,4 @@
-"""Words to token ids and back: tokenizer, chat template, image places, text that grows block by block.
+"""Words to token ids and back: tokenizer, chat template, image places, and a reader of what the model writes.
 
 The template and the tokenizer are the checkpoint's own, applied as transformers does (dgemma.words). Messages have transformers' form; the
 content of a message is a string or a list of parts:
@@ -8,6 +8,7 @@ content of a message is a string or a list of parts:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +19,23 @@ import numpy as np
 
 from dgemma.vision import BUDGETS, Patches, preprocess
 
+from . import tools as tooling
 from . import words
+from .channels import Marks, Reader
 from .config import ModelConfig, read_json
-from .errors import CheckpointError, PromptError
+from .errors import CheckpointError, OptionError, PromptError
 
 ROLES = ("system", "user", "assistant", "model", "tool")
 WRITTEN_BY_MODEL = ("assistant", "model")
 TURN_TOKENS = ("<|turn>", "<turn|>")
+TOOL_TOKENS = ("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", tooling.QUOTE)
+MARKS = {
+    "thought": "<|channel>",
+    "thought_end": "<channel|>",
+    "call": "<|tool_call>",
+    "call_end": "<tool_call|>",
+    "quote": tooling.QUOTE,
+}  # names of channels.Marks
 IMAGE_BUDGET = 280  # soft tokens an image may take where no processor config says otherwise
 Message = dict[str, Any]
 
@@ -65,7 +76,12 @@ class Chat:
         if len(tokenizer) > config.text.vocab_size:
             raise CheckpointError(f"{source}: the tokenizer has {len(tokenizer)} tokens, the model {config.text.vocab_size}")
         images = tokenizer.convert_ids_to_tokens([config.image_token_id, config.boi_token_id, config.eoi_token_id])
-        self._reserved = tuple(name for name in (*TURN_TOKENS, *images) if name in tokenizer.get_added_vocab())
+        added = tokenizer.get_added_vocab()
+        borders = (*TURN_TOKENS, *images, *TOOL_TOKENS, MARKS["thought"], MARKS["thought_end"])
+        self._reserved = tuple(name for name in borders if name in added)
+        self.marks = Marks(**{role: added.get(name) for role, name in MARKS.items()})
+        # Special tokens never reach the text; borders do not either, where a tokenizer fails to mark them as special.
+        self._hidden = frozenset(added[name] for name in self._reserved)
 
     @classmethod
     def open(cls, folder: str | Path, config: ModelConfig) -> Chat:
@@ -81,20 +97,30 @@ class Chat:
             raise CheckpointError(f"{folder}: the tokenizer cannot be loaded ({reason})") from None
         return cls(tokenizer, config, image_budget=read_image_budget(Path(folder)), source=folder)
 
-    def prompt(self, messages: Sequence[Message], images: Sequence[Any] = (), *, budget: int | None = None) -> Prompt:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[Any] = (),
+        *,
+        budget: int | None = None,
+        tools: Sequence[Any] | None = None,
+        thinking: bool = False,
+    ) -> Prompt:
         """Token ids and images of a conversation that waits for the model's turn.
 
         `images` fill the image parts that name no picture, in order. `budget` is the most soft tokens an image may take.
-        PromptError when places and images do not match or there is nothing to answer.
+        `tools` are declared (JSON schemas or Python functions), `thinking` is asked for, as the template does either.
+        PromptError when places and images do not match, there is nothing to answer, or the template knows no tools.
         """
         filled, sources = fill_images(check_messages(messages), list(images))
         self._check_spelling(filled)
+        declared = None if not tools else self._declare(tools)
         if sources and self.config.vision is None:
             raise PromptError(
                 f"{len(sources)} image(s) given, but this checkpoint has no vision tower: it reads text only"
             )
         patches = tuple(self._preprocess(source, budget, f"image {n}") for n, source in enumerate(sources, 1))
-        ids = self.tokenizer.encode(self.render(filled), add_special_tokens=False)
+        ids = self.tokenizer.encode(self.render(filled, declared, thinking), add_special_tokens=False)
         places = ids.count(self.config.image_token_id)
         if places != len(patches):
             raise PromptError(f"the chat template made {places} place(s) for {len(patches)} image(s)")
@@ -106,18 +132,41 @@ class Chat:
             )
         return Prompt(tuple(self._expand(ids, patches)), patches)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as the template writes it, up to where the model's turn begins."""
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, thinking: bool = False
+    ) -> str:
+        """The conversation as the template writes it, up to where the model's turn begins.
+
+        `tools` are JSON schemas. PromptError when the template refuses the messages, or ignores tools or thinking.
+        """
+        plain = self._apply(messages)
+        wanted = ({"tools": list(tools)} if tools else {}) | ({"enable_thinking": True} if thinking else {})
+        for name, value in wanted.items():
+            if self._apply(messages, **{name: value}) == plain:
+                raise PromptError(f"the chat template of this checkpoint knows no {name.removeprefix('enable_')}")
+        return self._apply(messages, **wanted) if wanted else plain
+
+    def _apply(self, messages: Sequence[Message], **variables: Any) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True
+                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True, **variables
             )
         except Exception as error:  # jinja's TemplateError, or whatever a template's own code runs into
             raise PromptError(f"the chat template refuses these messages: {_first_line(error)}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of generated tokens, without control tokens."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        shown = [i for i in ids if i not in self._hidden]
+        return self.tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def reader(self, prompt: Prompt, stops: Sequence[str] = (), thinking_budget: int | None = None) -> Reader:
+        """What reads the answer to `prompt`. OptionError for a budget where the tokenizer knows no thoughts."""
+        if thinking_budget is not None and self.marks.thought_end is None:
+            raise OptionError(f"thinking_budget is {thinking_budget}, but this checkpoint's tokenizer has no {MARKS['thought_end']}")
+        borders = (self.marks.thought, self.marks.thought_end, self.tokenizer.convert_tokens_to_ids(TURN_TOKENS[0]))
+        last = next((i for i in reversed(prompt.ids) if i in borders), None)
+        opened = last is not None and last == self.marks.thought  # some templates open the thought themselves
+        return Reader(self.decode, self.marks, stops=stops, thinking_budget=thinking_budget, thinking=opened)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token's own text, control tokens by their names; for drawing a canvas."""
@@ -127,12 +176,22 @@ class Chat:
     def _check_spelling(self, messages: Sequence[Message]) -> None:
         """Refuse text that the tokenizer would read as the border of a turn or an image."""
         for number, message in enumerate(messages, 1):
-            for part in message["content"] if message["role"] not in WRITTEN_BY_MODEL else ():
-                spelled = next((name for name in self._reserved if name in part.get("text", "")), None)
-                if spelled is not None:
-                    raise PromptError(
-                        f"message {number} spells {spelled}, which only the chat template may write; put a space inside it"
-                    )
+            if message["role"] not in WRITTEN_BY_MODEL:
+                for part in message["content"]:
+                    self._refuse(part.get("text", ""), f"message {number}")
+            for call in message.get("tool_calls") or ():
+                self._refuse(json.dumps(call, ensure_ascii=False, default=str), f"message {number}")
+
+    def _declare(self, tools: Sequence[Any]) -> list[dict[str, Any]]:
+        declared = tooling.declarations(tools)
+        for number, tool in enumerate(declared, 1):
+            self._refuse(json.dumps(tool, ensure_ascii=False), f"tool {number}")
+        return declared
+
+    def _refuse(self, text: str, where: str) -> None:
+        spelled = next((name for name in self._reserved if name in text or json.dumps(name)[1:-1] in text), None)
+        if spelled is not None:
+            raise PromptError(f"{where} spells {spelled}, which only the chat template may write; put a space inside it")
 
     def _preprocess(self, source: Any, budget: int | None, label: str) -> Patches:
         vision, most = self.config.vision, self.image_budget if budget is None else budget
@@ -149,21 +208,6 @@ class Chat:
             else:
                 expanded.append(token)
         return expanded
-
-
-class TextStream:
-    """The text of one row as its tokens arrive: gives out only what later tokens can no longer change."""
-
-    def __init__(self, chat: Chat):
-        self._chat, self._ids, self._given = chat, [], 0
-
-    def push(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that `tokens` add; half a character is held back until the rest comes or the answer ends."""
-        self._ids += tokens
-        text = self._chat.decode(self._ids)
-        stop = len(text) if last else len(text.rstrip("\ufffd"))
-        fresh, self._given = text[self._given : stop], max(self._given, stop)
-        return fresh
 
 
 def conversation(prompt: str | Sequence[Message], images: Sequence[Any]) -> list[Message]:
@@ -188,6 +232,9 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
         if message["role"] not in ROLES:
             raise PromptError(f"message {number} has role {message['role']!r}; allowed: {', '.join(ROLES)}")
         content = message.get("content")
+        if message.get("tool_calls") is not None:
+            tooling.check_calls(message, number)
+            content = content or ""  # a turn of calls may say nothing
         if isinstance(content, str):
             _check_text(content, number)
             continue
@@ -208,8 +255,8 @@ def fill_images(messages: Sequence[Message], images: list[Any]) -> tuple[list[Me
     waiting, sources, filled = list(images), [], []
     missing = 0
     for message in messages:
-        parts = []
-        for part in [message["content"]] if isinstance(message["content"], str) else message["content"]:
+        parts, content = [], message.get("content") or ""
+        for part in [content] if isinstance(content, str) else content:
             if isinstance(part, dict) and part.get("type") == "image":
                 own = next((part[key] for key in ("image", "url", "path") if part.get(key) is not None), None)
                 if own is None and not waiting:

@@ -33,14 +33,17 @@ FLAGS = {  # the library's names in its messages -> what was typed here
     "kv_bits": "--kv-bits",
     "kv_group_size": "--kv-group-size",
     "kv_start": "--kv-start",
+    "thinking_budget": "--thinking-budget",
 }
 SETTINGS = {  # arguments -> settings of Pipeline.stream
     "max_tokens": "max_new_tokens",
+    "think": "enable_thinking",
     **{
         name: name
         for name in (
             "seed", "steps", "t_min", "t_max", "entropy_bound", "confidence_threshold", "stability", "confidence",
             "redraws", "image_budget", "chunk", "preset", "kv_bits", "kv_group_size", "kv_start",
+            "stop", "thinking_budget",
         )
     },
 }  # fmt: skip
@@ -204,11 +207,14 @@ def add_generate(commands) -> None:
         'dgemma generate --image shapes.png --image digits.png "Which picture has more shapes?"',
         'echo "Count from 3 to 14." | dgemma generate --json --seed 7 -',
         'dgemma generate --image digits.png --steps 16 --output answer.txt "Read the number."',
+        'dgemma generate --stop " 9" "Count from 3 to 14."',
     )
     made.add_argument("prompt", metavar="PROMPT", help='what to ask; "-" reads it from stdin')
     made.add_argument("--image", metavar="FILE", action="append", default=[], help="a picture; may be given many times")
+    made.add_argument("--tools", metavar="FILE", help="declare the tools of a JSON file; calls are printed as lines of JSON")
     add_model_options(made)
     add_sampler_options(made)
+    add_channel_options(made)
     made.add_argument("--watch", action="store_true", help="draw the canvas on stderr as it settles")
     made.add_argument("--json", action="store_true", help="print one JSON object: the answer and what it took")
     made.add_argument("--output", metavar="FILE", help="write the answer to a file, whole or not at all, not to stdout")
@@ -229,6 +235,7 @@ def add_chat(commands) -> None:
     )
     add_model_options(made)
     add_sampler_options(made)
+    add_channel_options(made)
     made.add_argument("--watch", action="store_true", help="draw the canvas on stderr as it settles")
     made.add_argument("--stats", action="store_true", help="say on stderr what each answer took")
     made.add_argument("--quiet", action="store_true", help="no progress on a terminal")
@@ -496,6 +503,14 @@ def add_sampler_options(made: Parser, answers: bool = True) -> None:
     accept.add_argument("--confidence-threshold", metavar="X", type=real, help="or: accept positions at least X sure")
     group.add_argument("--stability", metavar="N", type=whole, help="a block has settled when N steps changed nothing")
     group.add_argument("--confidence", metavar="X", type=real, help="... and its mean entropy is below X nats")
+
+
+def add_channel_options(made: Parser) -> None:
+    """Thoughts, and where the text ends."""
+    group = made.add_argument_group("thoughts and stops")
+    group.add_argument("--think", action="store_true", default=None, help="ask the model to think; its thoughts go to stderr")
+    group.add_argument("--thinking-budget", metavar="N", type=whole, help="tokens after which a thought is closed")
+    group.add_argument("--stop", metavar="TEXT", action="append", help="end the text before TEXT; may be given many times")
 
 
 def whole(text: str) -> int:

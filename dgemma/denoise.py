@@ -31,7 +31,7 @@ from .config import GenerationConfig
 from .errors import OptionError
 from .model import Cache, DiffusionGemma
 from .sampler import EntropyBound, Sampler
-from .stopping import BlockRule, StableAndConfident, StepsOnly, cut
+from .stopping import AnswerRule, BlockRule, StableAndConfident, StepsOnly, cut
 
 Pins = Mapping[int, int]  # position in the answer -> the token that it holds from the first step to the last
 FORBIDDEN = -1e4  # added to a score: the soft-cap makes it the least of all, whatever the dtype, and never a NaN
@@ -113,14 +113,14 @@ class Block:
     block: int
     rows: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
-    steps: tuple[int, ...]  # denoising steps of each row, those of redrawn canvases included
+    steps: tuple[int, ...]  # denoising steps of each row, those of redrawn and amended canvases included
 
 
 @dataclass(frozen=True)
 class Done:
     """Every row is finished."""
 
-    reasons: tuple[str, ...]  # "stop": an end token; "length": max_new_tokens
+    reasons: tuple[str, ...]  # "stop": an end token, or an answer rule; "length": max_new_tokens
     redrawn: tuple[int, ...]  # how often a row's empty first block was drawn again
 
 
@@ -135,6 +135,7 @@ class _Row:
     key: mx.array
     pins: Pins
     room: int  # tokens that may still be emitted
+    judge: AnswerRule | None = None
     reason: str | None = None
     redrawn: int = 0
 
@@ -189,21 +190,26 @@ def denoise(
     chunk: int | None = None,
     canvas: np.ndarray | None = None,
     pins: Sequence[Pins] | None = None,
+    judges: Sequence[AnswerRule] | None = None,
 ) -> Iterator[Event]:
     """Answer a batch of prompts `ids [B, L]`, row b beginning with `padding[b]` slots of padding.
 
     `features` are the images' prompt rows (DiffusionGemma.encode_images), `seeds` one whole number a row, `canvas [B, C]`
-    tokens to begin the first block from, `pins` for each row the answer positions that hold a given token.
+    tokens to begin the first block from, `pins` for each row the answer positions that hold a given token, `judges` for each
+    row what reads its blocks as they are finished.
     """
     length, size = model.config.canvas_length, ids.shape[0]
     _check(model, options, size, seeds, canvas, pins)
+    if judges is not None and len(judges) != size:
+        raise OptionError(f"{size} prompt(s), {len(judges)} answer rule(s)")
     caches = model.make_caches(padding, options.packing)
     model.prefill(ids, features, caches, chunk)
     hidden = padding if padding is not None else [0] * size
     yield Prefilled(tuple(ids.shape[1] - int(p) for p in hidden))
 
     rows = [
-        _Row(b, mx.random.key(seed), pins[b] if pins else {}, options.max_new_tokens) for b, seed in enumerate(seeds)
+        _Row(b, mx.random.key(seed), pins[b] if pins else {}, options.max_new_tokens, judges[b] if judges else None)
+        for b, seed in enumerate(seeds)
     ]
     everyone = list(rows)
     for block in range(-(-options.max_new_tokens // length)):
@@ -274,8 +280,9 @@ def _write_block(
     """Write one block; returns its tokens `[R, C]` and the steps that each row took `[R]`.
 
     A first block that begins with an end token would be an empty answer: such rows are drawn again, a few times at most.
+    Rows that their judges amend are written again once, with what is to stay pinned.
     """
-    pending = np.ones(len(rows), dtype=bool)
+    pending, amended = np.ones(len(rows), dtype=bool), np.zeros(len(rows), dtype=bool)
     state, steps = None, np.zeros(len(rows), dtype=int)
     while pending.any():
         state = yield from _write_canvas(model, caches, rows, block, _begin(model, rows, block, pending, start, state), options)
@@ -286,9 +293,21 @@ def _write_block(
         pending, start = pending & empty & again, None
         for i in np.flatnonzero(pending):
             rows[i].redrawn += 1
+        for i in np.flatnonzero(~pending & ~amended):
+            amended[i] = pending[i] = _amend(rows[i], block, tokens[i], options)
     for row, key in zip(rows, state.keys):
         row.key = key
     return tokens, steps
+
+
+def _amend(row: _Row, block: int, tokens: np.ndarray, options: Options) -> bool:
+    """Let a row's judge see a block `[C]`; True: it is to be written again, with the row's new pins."""
+    if row.judge is None:
+        return False
+    held = row.judge.amend(cut(tokens.tolist(), options.end_token_ids, row.room)[0])
+    if held is not None:  # the caller's own pins stay
+        row.pins = {block * len(tokens) + position: token for position, token in held.items()} | dict(row.pins)
+    return held is not None
 
 
 def _write_canvas(
@@ -439,6 +458,9 @@ def _finish_block(rows: list[_Row], block: int, tokens: np.ndarray, steps: np.nd
     emitted = []
     for row, line in zip(rows, tokens.tolist()):
         kept, row.reason = cut(line, options.end_token_ids, row.room)
+        ends = None if row.judge is None else row.judge.push(kept)
+        if ends is not None:
+            kept, row.reason = kept[:ends], "stop"
         row.room -= len(kept)
         emitted.append(tuple(kept))
     return Block(block, tuple(row.place for row in rows), tuple(emitted), tuple(steps.tolist()))

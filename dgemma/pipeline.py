@@ -21,8 +21,9 @@ import numpy as np
 
 from dgemma.attention import Packing
 
-from . import backend, interoperation, presets, weights
-from .chat import Chat, Message, Prompt, TextStream, conversation, pad
+from . import backend, interoperation, presets, tools, weights
+from .channels import CALL, TEXT, THOUGHT, Reader
+from .chat import Chat, Message, Prompt, conversation, pad
 from .config import GenerationConfig
 from .denoise import Block, Done, Options, Pins, Prefilled, Step, denoise
 from .errors import OptionError, PromptError
@@ -32,6 +33,7 @@ from .model import DiffusionGemma
 from .reading import Read, ReadJob, SlotRead  # noqa: F401: a public name
 from .sampler import ConfidenceThreshold, EntropyBound
 from .stopping import StableAndConfident
+from .tools import ToolCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +50,9 @@ class Seconds:
 class Answer:
     """What the model said, and what it took."""
 
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str  # "stop": the model ended it; "length": max_new_tokens did
+    text: str  # without thoughts, calls and control tokens
+    tokens: tuple[int, ...]  # all that was written, thoughts and calls too
+    finish_reason: str  # "stop": the model, or a stop string, ended it; "length": max_new_tokens did
     prompt_tokens: int  # images included
     image_tokens: int
     steps: tuple[int, ...]  # denoising steps of each block
@@ -58,6 +60,14 @@ class Answer:
     seed: int
     seconds: Seconds
     peak_memory: int  # bytes, of the whole call
+    thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop_string: str | None = None  # the one that ended the text, which ends before it
+
+    @property
+    def message(self) -> Message:
+        """The answer as a turn of the history: its text and complete calls, never its thoughts."""
+        return tools.turn(self.text, self.tool_calls)
 
     @property
     def generated_tokens(self) -> int:
@@ -84,13 +94,33 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Thought:
+    """Text that a finished block adds to a row's thoughts."""
+
+    row: int
+    delta: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """A tool call that a row has written; one that the end of the answer cut off comes too, with its problem."""
+
+    row: int
+    call: ToolCall
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last event of a stream: the answers, one a row."""
 
     answers: tuple[Answer, ...]
 
 
-Event = Prefilled | Step | Block | Text | Finished
+# Settings that shape the prompt -> keywords of Chat.prompt.
+OF_THE_PROMPT = {"image_budget": "budget", "tools": "tools", "enable_thinking": "thinking"}
+
+Event = Prefilled | Step | Block | Text | Thought | Called | Finished
+EVENTS = {TEXT: Text, THOUGHT: Thought, CALL: Called}
 
 
 class Pipeline:
@@ -156,6 +186,9 @@ class Pipeline:
         chunk: prompt positions per encoder pass
         kv_bits: 8 or 4, to keep keys and values packed; kv_group_size: 32, 64 or 128 numbers a scale, default 64; kv_start: positions
             that are kept as they are until there are so many, default 0
+        stop: a string, or several, before which the text ends; thoughts and calls are not searched
+        tools: JSON schemas or Python functions, declared to the model; Answer.tool_calls has what it calls
+        enable_thinking: ask the model to think; thinking_budget: tokens it may take for that, then its thought is closed
         canvas: token ids to begin the first block from; pins: {answer position: token id} held from first to last step
         """
         for event in self.stream(prompt, images, **settings):
@@ -164,7 +197,7 @@ class Pipeline:
         raise AssertionError("a stream ends with Finished")
 
     def stream(self, prompt: Any, images: Any = None, **settings: Any) -> Iterator[Event]:
-        """The same, as events: Prefilled, then Step after Step, Block and Text for each block, and Finished.
+        """The same, as events: Prefilled, then Step after Step, Block and Text, Thought or Called for each block, and Finished.
 
         Input is checked before the first event; closing the iterator stops between two steps.
         """
@@ -233,7 +266,7 @@ class Pipeline:
         features = self.model.encode_images([image for one in request.prompts for image in one.images])
         mx.eval(features)
         images_seconds = clock.lap()
-        rows = [_RowText(TextStream(self.chat)) for _ in request.prompts]
+        rows = [_Row(self.chat.reader(one, request.stops, request.thinking_budget)) for one in request.prompts]
         prefill_seconds = 0.0
         for event in denoise(
             self.model,
@@ -245,6 +278,7 @@ class Pipeline:
             chunk=request.chunk,
             canvas=request.canvas,
             pins=request.pins,
+            judges=[row.reader for row in rows],
         ):
             if isinstance(event, Prefilled):
                 prefill_seconds = clock.lap()
@@ -252,18 +286,24 @@ class Pipeline:
                 seconds = Seconds(
                     load=self.load_seconds, images=images_seconds, prefill=prefill_seconds, denoise=clock.lap()
                 )
-                yield from (Text(i, rest) for i, row in enumerate(rows) if (rest := row.stream.push([], last=True)))
+                for i, row in enumerate(rows):
+                    row.reader.finish(cut=event.reasons[i] == "length")
+                    yield from row.events(i)
                 yield Finished(tuple(self._answer(request, i, row, event, seconds) for i, row in enumerate(rows)))
                 return
             yield event
             if isinstance(event, Block):
                 for i, tokens, steps in zip(event.rows, event.tokens, event.steps):
-                    if delta := rows[i].push(tokens, steps):
-                        yield Text(i, delta)
+                    rows[i].tokens += tokens
+                    rows[i].steps.append(steps)
+                    yield from rows[i].events(i)
 
-    def _answer(self, request: _Request, i: int, row: _RowText, done: Done, seconds: Seconds) -> Answer:
+    def _answer(self, request: _Request, i: int, row: _Row, done: Done, seconds: Seconds) -> Answer:
         return Answer(
-            text=self.chat.decode(row.tokens),
+            text=row.reader.text,
+            thinking=row.reader.thinking,
+            tool_calls=tuple(row.reader.calls),
+            stop_string=row.reader.stop,
             tokens=tuple(row.tokens),
             finish_reason=done.reasons[i],
             prompt_tokens=len(request.prompts[i].ids),
@@ -305,7 +345,7 @@ class Unloaded:
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Raise what Pipeline.stream would raise for these settings, whatever the prompt."""
-        _Request.of(self.options, 1, False, {name: value for name, value in settings.items() if name != "image_budget"})
+        _Request.of(self.options, 1, False, {name: value for name, value in settings.items() if name not in OF_THE_PROMPT})
 
     def fetch(self) -> None:
         """Fetch the weights, if they are still on the hub; a download shows its own progress on a terminal's stderr."""
@@ -335,6 +375,8 @@ class _Request:
     chunk: int | None
     canvas: np.ndarray | None
     pins: tuple[Pins, ...] | None
+    stops: tuple[str, ...]
+    thinking_budget: int | None
 
     @classmethod
     def read(cls, of: Pipeline | Unloaded, prompt: Any, images: Any, settings: dict[str, Any]) -> _Request:
@@ -342,10 +384,13 @@ class _Request:
         rest, batch = dict(settings), _is_batch(prompt)
         prompts = list(prompt) if batch else [prompt]
         pictures = _per_prompt(images, len(prompts), batch)
-        budget = rest.pop("image_budget", None)
+        how = {keyword: rest.pop(name) for name, keyword in OF_THE_PROMPT.items() if rest.get(name) is not None}
+        _flag("enable_thinking", how.get("thinking", False))
+        rest = {name: value for name, value in rest.items() if name not in OF_THE_PROMPT}
         request = cls.of(of.options, len(prompts), batch, rest)
         chat = of.chat
-        read = [chat.prompt(conversation(one, own), own, budget=budget) for one, own in zip(prompts, pictures)]
+        read = [chat.prompt(conversation(one, own), own, **how) for one, own in zip(prompts, pictures)]
+        chat.reader(read[0], request.stops, request.thinking_budget)  # refuses what this tokenizer cannot do
         longest, limit = max(len(one.ids) for one in read), chat.config.text.max_position_embeddings
         room = -(-request.options.max_new_tokens // chat.config.canvas_length) * chat.config.canvas_length
         if longest + room > limit:
@@ -361,6 +406,9 @@ class _Request:
         rest = dict(settings)
         seed, chunk = rest.pop("seed", 0), rest.pop("chunk", None)
         canvas, pins = rest.pop("canvas", None), rest.pop("pins", None)
+        stops, budget = _stops(rest.pop("stop", None)), rest.pop("thinking_budget", None)
+        if budget is not None and _whole("thinking_budget", budget) < 1:
+            raise OptionError(f"thinking_budget is {budget}; at least 1 is needed")
         if chunk is not None and _whole("chunk", chunk) < 1:
             raise OptionError(f"chunk is {chunk}; at least 1 is needed")
         return cls(
@@ -369,23 +417,24 @@ class _Request:
             chunk=chunk,
             canvas=None if canvas is None else _canvas(canvas),
             pins=None if pins is None else _pins(pins, rows, batch),
+            stops=stops,
+            thinking_budget=budget,
         )
 
 
 @dataclass
-class _RowText:
-    """What one row has said so far."""
+class _Row:
+    """What one row has written so far."""
 
-    stream: TextStream
+    reader: Reader
 
     def __post_init__(self) -> None:
         self.tokens: list[int] = []
         self.steps: list[int] = []
 
-    def push(self, tokens: Sequence[int], steps: int) -> str:
-        self.tokens += tokens
-        self.steps.append(steps)
-        return self.stream.push(tokens)
+    def events(self, i: int) -> Iterator[Event]:
+        """What its reader has read since the last call; `i` is the row's place."""
+        return (EVENTS[channel](i, added) for channel, added in self.reader.take())
 
 
 @contextmanager
@@ -474,6 +523,21 @@ def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise OptionError(f"{name} is {value!r}; a whole number is needed")
     return int(value)
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}; True or False is needed")
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    """The stop strings of a call."""
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(one, str) for one in stops):
+        raise OptionError(f"stop is {stop!r}; a string or a list of strings is needed")
+    if not all(stops):
+        raise OptionError("stop holds an empty string; a stop string has at least one character")
+    return tuple(stops)
 
 
 def _real(name: str, value: Any) -> float:

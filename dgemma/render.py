@@ -16,6 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `dgemma --help` needs neither numpy nor mlx
     from .denoise import Step
     from .pipeline import Answer
+    from .tools import ToolCall
 
 NOISE, PLAIN = "90", ""  # SGR parameters: grey, the terminal's own
 # A position is drawn by its entropy in nats: the first bound that it stays below names the colour.
@@ -55,7 +56,10 @@ def as_json(answer: Answer, model: str) -> dict:
     return {
         "text": answer.text,
         "tokens": list(answer.tokens),
+        "thinking": answer.thinking,
+        "tool_calls": [call_object(call) for call in answer.tool_calls],
         "finish_reason": answer.finish_reason,
+        "stop_string": answer.stop_string,
         "prompt_tokens": answer.prompt_tokens,
         "image_tokens": answer.image_tokens,
         "generated_tokens": answer.generated_tokens,
@@ -68,6 +72,12 @@ def as_json(answer: Answer, model: str) -> dict:
         "seed": answer.seed,
         "model": model,
     }
+
+
+def call_object(call: ToolCall) -> dict:
+    """A tool call as an object: name and arguments; one with a problem also has that, and its text."""
+    found = {"name": call.name, "arguments": call.arguments}
+    return found if call.complete else found | {"problem": call.problem, "text": call.text}
 
 
 def json_line(value: dict) -> str:

@@ -1,12 +1,12 @@
 """When a block is finished, and when an answer is.
 
 A block rule judges each row from the most likely canvases so far (the newest last) and the newest entropies. It keeps
-nothing between calls.
+nothing between calls. An answer rule reads one row's finished blocks, and remembers what it has read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,6 +61,21 @@ class StepsOnly:
     def settled(self, best: Sequence[np.ndarray], entropy: np.ndarray) -> np.ndarray:
         """False for each row `[B]`."""
         return np.zeros(len(entropy), dtype=bool)
+
+
+class AnswerRule(Protocol):
+    """Reads what one row emits, block by block: it may have a block written again, and end the answer."""
+
+    def amend(self, tokens: Sequence[int]) -> Mapping[int, int] | None:
+        """Positions of the block and the tokens to hold there while it is written again, once; None: it stands.
+
+        `tokens` are what the block would emit. Nothing is remembered of them.
+        """
+        ...
+
+    def push(self, tokens: Sequence[int]) -> int | None:
+        """Take what the block emits; how many of these tokens are kept if the answer ends in it, None if it goes on."""
+        ...
 
 
 def cut(tokens: Sequence[int], end_token_ids: Sequence[int], room: int) -> tuple[list[int], str | None]:

@@ -6,6 +6,7 @@ What can be checked is checked before the weights are read: a mistyped option mu
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import stat
@@ -38,6 +39,7 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
         check_output(args.output)
     text = read_stdin() if args.prompt == "-" else args.prompt
     messages = begin(args.system) + conversation(text, args.image)
+    settings = settings | ({"tools": read_tools(args.tools)} if args.tools else {})
     images = [home(path) for path in args.image]
     transcript, speaker = Transcript(args.seed), Speaker(wanted=not (args.json or args.output))
     interrupted = ""
@@ -49,15 +51,35 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
             pipe = load(unloaded, args, progress, job)
             transcript = Transcript(args.seed, pipe.load_seconds, prompt.image_tokens)
             watch = watcher(pipe, settings) if args.watch else None
-            show(pipe.stream(messages, images, **settings), transcript, speaker, progress, watch)
+            events = pipe.stream(messages, images, **settings)
+            show(events, transcript, speaker, progress, watch, thoughts=bool(args.think) and not args.quiet)
     except KeyboardInterrupt as stop:
         interrupted = str(stop) or transcript.where  # a download says where it was
     deliver(args, transcript)
+    warn_of_calls(transcript)
     if interrupted:
         print(f"dgemma: interrupted {interrupted}", file=sys.stderr)
     elif args.stats or (sys.stderr.isatty() and not args.quiet and not args.json):
         print(render.stats(transcript.answer()), file=sys.stderr)
     return 130 if interrupted else 0
+
+
+def read_tools(name: str) -> list[Any]:
+    """Tool declarations from a JSON file: a list of them, or one."""
+    try:
+        found = json.loads(Path(home(name)).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PromptError(f"{name}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both
+        raise PromptError(f"{name}: is no JSON ({error})") from None
+    return found if isinstance(found, list) else [found]
+
+
+def warn_of_calls(transcript: Transcript) -> None:
+    """Say which tool calls nobody can carry out, and what was written of them."""
+    for call in transcript.answer().tool_calls:
+        if not call.complete:
+            print(f"dgemma: {call.problem}: {render.one_line(call.text)}", file=sys.stderr)
 
 
 def deliver(args: argparse.Namespace, transcript: Transcript) -> None:
@@ -67,6 +89,8 @@ def deliver(args: argparse.Namespace, transcript: Transcript) -> None:
         written = render.json_line(render.as_json(answer, args.model or "demo"))
     else:
         written = answer.text if answer.text.endswith("\n") else answer.text + "\n"
+        calls = [render.json_line(render.call_object(call)) for call in answer.tool_calls if call.complete]
+        written = "".join([written, *calls] if answer.text else calls or [written])
     if args.output and (args.json or answer.text or transcript.finished is not None):
         write_whole(args.output, written)
     elif args.json:
@@ -235,7 +259,7 @@ class Conversation:
     def _answer(self, asked: list[Message], tries: int) -> Iterator[Event]:
         for event in self.pipe.stream(asked, seed=self._seed + tries, **self._settings):
             if isinstance(event, Finished):
-                self.messages = [*asked, {"role": "assistant", "content": event.answers[0].text}]
+                self.messages = [*asked, event.answers[0].message]
                 self._tries = tries
             yield event
 
@@ -298,8 +322,9 @@ def answer(events: Iterator[Event], talk: Conversation, args: argparse.Namespace
     transcript = Transcript(args.seed)
     watch = watcher(talk.pipe, settings) if args.watch else None
     with Progress(wanted=not args.quiet) as progress:
-        show(events, transcript, Speaker(), progress, watch)
-    if not transcript.text.strip():
+        show(events, transcript, Speaker(), progress, watch, thoughts=bool(args.think) and not args.quiet)
+    warn_of_calls(transcript)
+    if not transcript.text.strip() and not transcript.calls:
         print("dgemma: the answer is empty; /retry draws another", file=sys.stderr)
     if args.stats:
         print(render.stats(transcript.answer()), file=sys.stderr)

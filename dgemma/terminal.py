@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from . import render
 from .denoise import Block, Prefilled, Step
-from .pipeline import Answer, Event, Finished, Seconds, Text
+from .pipeline import Answer, Called, Event, Finished, Seconds, Text, Thought
 
 PATIENCE = 2.0  # seconds before progress is shown
 
@@ -97,6 +97,7 @@ class Transcript:
     def __init__(self, seed: int, load_seconds: float = 0.0, image_tokens: int = 0):
         self.seed, self.load_seconds, self.image_tokens = seed, load_seconds, image_tokens
         self.text, self.tokens, self.steps, self.prompt_tokens = "", [], [], 0
+        self.thinking, self.calls = "", []
         self.where = "before the first step"
         self.finished: Answer | None = None
         self._began, self._prefill = time.perf_counter(), 0.0
@@ -113,6 +114,10 @@ class Transcript:
             self.steps.append(event.steps[0])
         elif isinstance(event, Text):
             self.text += event.delta
+        elif isinstance(event, Thought):
+            self.thinking += event.delta
+        elif isinstance(event, Called):
+            self.calls.append(event.call)
         elif isinstance(event, Finished):
             self.finished = event.answers[0]
 
@@ -123,6 +128,8 @@ class Transcript:
         prefill = self._prefill or self._elapsed()
         return Answer(
             text=self.text,
+            thinking=self.thinking,
+            tool_calls=tuple(self.calls),
             tokens=tuple(self.tokens),
             finish_reason="interrupted",
             prompt_tokens=self.prompt_tokens,
@@ -195,11 +202,50 @@ class Watch:
         sys.stderr.flush()
 
 
+class Muser:
+    """Thoughts on stderr as they come, grey where there is colour; nothing unless they are wanted."""
+
+    def __init__(self, wanted: bool):
+        self._wanted, self._last = wanted, ""
+
+    def say(self, delta: str) -> None:
+        """Write some of a thought."""
+        if self._wanted:
+            grey, plain = (f"\x1b[{render.NOISE}m", "\x1b[0m") if wants_colour(sys.stderr) else ("", "")
+            sys.stderr.write(grey + (render.printable(delta) if sys.stderr.isatty() else delta) + plain)
+            sys.stderr.flush()
+            self._last = delta[-1]
+
+    def end(self) -> None:
+        """Finish the line."""
+        if self._last not in ("", "\n"):
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+        self._last = ""
+
+
+def written(event: Text | Called, before: str) -> str:
+    """An event as the answer shows it, after the text `before`: a complete call is a line of JSON, another is none."""
+    if isinstance(event, Text):
+        return event.delta
+    if not event.call.complete:
+        return ""
+    return ("\n" if before and not before.endswith("\n") else "") + render.json_line(render.call_object(event.call))
+
+
 def show(
-    events: Iterable[Event], transcript: Transcript, speaker: Speaker, progress: Progress, watch: Watch | None
+    events: Iterable[Event],
+    transcript: Transcript,
+    speaker: Speaker,
+    progress: Progress,
+    watch: Watch | None,
+    thoughts: bool = False,
 ) -> None:
-    """Play a stream: note it, speak it, draw it. However it ends, the terminal is left in order and the text is out."""
-    held = ""
+    """Play a stream: note it, speak it, draw it. However it ends, the terminal is left in order and the text is out.
+
+    `thoughts`: write them to stderr, unless the canvas is drawn there.
+    """
+    held, said, muser = "", "", Muser(thoughts and watch is None)
     try:
         progress.now("reading the prompt")
         for event in events:
@@ -209,16 +255,23 @@ def show(
                 watch.step(event)
             elif isinstance(event, Step) and not transcript.text:
                 progress.now(f"writing block {event.block + 1}", f", step {event.step}")
-            elif isinstance(event, Text):
+            elif isinstance(event, Thought):
                 progress.hide()
+                muser.say(event.delta)
+            elif isinstance(event, (Text, Called)):
+                progress.hide()
+                muser.end()
+                fresh = written(event, said)
+                said += fresh
                 if watch is not None:
-                    watch.text(event.delta)
+                    watch.text(fresh)
                 if watch is not None and watch.holds_text:
-                    held += event.delta
+                    held += fresh
                 else:
-                    speaker.say(event.delta)
+                    speaker.say(fresh)
     finally:
         progress.hide()
+        muser.end()
         if watch is not None:
             watch.close()
         speaker.say(held)

@@ -14,8 +14,8 @@ PACKAGES = {"dgemma": "", "attention": "attention", "vision": "vision"}  # folde
 # A module may import those of the floors below its own, and no other; a new module gets a floor here.
 FLOORS = [
     {"errors"},
-    {"backend", "config", "download", "formats", "names", "peers", "plain", "presets", "stopping", "template", "turns"},
-    {"matrices", "stored", "strips"},
+    {"backend", "config", "download", "formats", "names", "peers", "plain", "presets", "stopping", "template", "tools", "turns"},
+    {"channels", "matrices", "stored", "strips"},
     {"beliefs", "flash"},
     {"cpu", "cuda"},
     {"kernels"},
@@ -45,7 +45,7 @@ FLOOR = {module: height for height, floor in enumerate(FLOORS) for module in flo
 BESIDE = {"sampler", "stopping"}  # they meet the model in denoise, and pipeline hands them there
 MEASURES = {"runtime", "parts"}  # what bench and profile run: a block without end, and the sampler apart from the loop
 WITHOUT_MLX = {"errors", "config", "download", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
-WITHOUT_MLX |= {"presets", "results", "template", "turns"}
+WITHOUT_MLX |= {"channels", "presets", "results", "template", "tools", "turns"}
 LONGEST = 60
 
 

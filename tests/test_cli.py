@@ -120,7 +120,7 @@ def test_json_is_one_object(run):
     code, out, err = run("generate", *SHORT, "--seed", "3", "--json", "Hello")
     assert code == 0 and err == "" and out.count("\n") == 1
     assert list(json.loads(out)) == [
-        "text", "tokens", "finish_reason", "prompt_tokens", "image_tokens", "generated_tokens", "blocks", "steps",
+        "text", "tokens", "thinking", "tool_calls", "finish_reason", "stop_string", "prompt_tokens", "image_tokens", "generated_tokens", "blocks", "steps",
         "tokens_per_forward", "redrawn", "seconds", "peak_memory", "seed", "model",
     ]  # fmt: skip
 

@@ -17,6 +17,7 @@ from dgemma.stopping import StableAndConfident
 PUBLIC = [
     "Answer",
     "Block",
+    "Called",
     "CheckpointError",
     "DgemmaError",
     "Failure",
@@ -34,6 +35,8 @@ PUBLIC = [
     "SlotRead",
     "Step",
     "Text",
+    "Thought",
+    "ToolCall",
     "UserError",
 ]
 
@@ -60,8 +63,8 @@ def test_importing_dgemma_brings_no_heavy_library_along():
 
 def test_every_setting_of_a_call_is_documented_and_known():
     listed = re.findall(r"^(\w+(?:(?:,| or) \w+)*): ", inspect.getdoc(dgemma.Pipeline.__call__), re.MULTILINE)
-    names = {name for line in listed for name in re.split(r", | or ", line)} | {"pins"}
-    taken_by_the_call = {"seed", "image_budget", "chunk", "canvas", "pins"}
+    names = {name for line in listed for name in re.split(r", | or ", line)} | {"pins", "thinking_budget"}
+    taken_by_the_call = {"seed", "image_budget", "chunk", "canvas", "pins", "stop", "tools", "enable_thinking", "thinking_budget"}
     assert taken_by_the_call < names
     options = Options(
         max_new_tokens=32, max_denoising_steps=8, t_min=0.4, t_max=2.0, sampler=EntropyBound(), rule=StableAndConfident(),
