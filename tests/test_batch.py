@@ -36,14 +36,14 @@ def same(pipe, prompts, images, **settings):
 
 
 ASKED = [
-    ("Count from 3 to 40.", []),
+    ("Count from 1 to 30.", []),
     ("What is in this image?", ["three_shapes.png"]),
     ("Count from 7 to 9.", []),
     ("Are the two numbers the same?", ["digits_407.png", "digits_92.png"]),
-    ("Tell a short story about this picture.", ["two_shapes.png"]),
+    ("Tell a short story about this picture.", ["three_shapes.png"]),
     ([{"role": "user", "content": "Count from 3 to 5."}, {"role": "assistant", "content": "3, 4, 5."}, {"role": "user", "content": "Count from 3 to 14."}], []),
-    ("Count from 2 to 60.", []),
-    ("Hello?", []),
+    ("Count from 5 to 25.", []),
+    ("Count from 3 to 14.", []),
 ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_the_demo_with_pictures_in_three_rows_and_several_blocks(demo):
     prompts, images = [one for one, _ in ASKED], [[str(PICTURES / name) for name in names] for _, names in ASKED]
     together = same(demo, prompts, images)
     assert sum(bool(one.image_tokens) for one in together) == 3 and len({one.prompt_tokens for one in together}) > 4
-    assert len({one.blocks for one in together}) > 1 and max(one.blocks for one in together) >= 3
+    assert {one.blocks for one in together} == {1, 2, 3}
 
 
 def ragged(size=(96, 48)):

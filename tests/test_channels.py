@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -336,3 +338,28 @@ def test_a_template_without_tools_or_thinking_says_so(checkpoint):
 def test_results_and_questions_cannot_spell_borders(text):
     with pytest.raises(PromptError, match="message 2 spells .* put a space inside it"):
         CHAT.prompt([{"role": "user", "content": "Hi"}, {"role": "tool", "name": "f", "content": text}])
+
+
+# -- docs/words.md ----------------------------------------------------------------------------------------------------
+
+STOPS, THOUGHTS, TOOLS = re.findall("```python\n(.*?)```", (Path(__file__).parents[1] / "docs" / "words.md").read_text(), re.DOTALL)
+
+
+def test_the_example_of_stops_says_what_its_comment_says(capsys):
+    exec(STOPS, {})
+    assert STOPS.endswith(f"  # {capsys.readouterr().out}")
+
+
+def test_the_example_of_thoughts_prints_them(capsys):
+    line = THOUGHTS.split("\n", 1)[1]  # without the checkpoint that it loads
+    exec(line, {"pipe": scripted.pipeline([*ids(SAID), END]), "Thought": Thought})
+    assert capsys.readouterr().out == "A star, or two?\nTwo."
+
+
+def test_the_example_of_tools_calls_one(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "example.py"  # transformers reads a function's source
+    path.write_text(TOOLS)
+    pipe = scripted.pipeline([*ids('<|tool_call>call:weather{city:<|"|>Turin<|"|>}<tool_call|>'), END])
+    exec(compile(TOOLS, str(path), "exec"), {"pipe": pipe})
+    told = CHAT.tokenizer.decode(pipe.model.prompts[1][0].tolist())
+    assert told.endswith('<tool_call|><|tool_response>response:weather{value:<|"|>sunny<|"|>}<tool_response|>')
