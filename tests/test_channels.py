@@ -281,6 +281,14 @@ def test_thoughts_and_calls_are_not_searched():
     assert found.stop_string is None and found.thinking == "A star." and found.tool_calls[0].complete
 
 
+@pytest.mark.parametrize("canvas", [1, 8, 64])
+def test_what_follows_a_stop_string_in_its_block_is_not_written(canvas):
+    found = answer(SAID, canvas=canvas, stop="two")
+    assert (found.text, found.stop_string, found.tool_calls) == ("I see ", "two", ()) and found.thinking
+    assert list(found.tokens) == ids(SAID)[: len(found.tokens)]
+    assert CHAT.decode(found.tokens[found.tokens.index(CLOSE) :]).startswith("I see ") and CHAT.marks.call not in found.tokens
+
+
 def test_a_row_that_a_stop_string_ends_leaves_the_batch():
     pipe = scripted.pipeline([*ids(COUNT), END], [*ids("9"), *ids(COUNT), END])
     events = list(pipe.stream(["Hi", "Hi"], stop="9"))
