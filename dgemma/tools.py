@@ -115,6 +115,8 @@ class _Reading:
                 key = key[0]
             else:
                 key = self._json_string() if key == '"' else self._word(":,{}[]").strip()
+                if not key and self._peek() == ":":
+                    raise Unreadable("a key is missing")
             self._skip()
             self._expect(":")
             found[key] = self._value(depth)
