@@ -26,6 +26,8 @@ FLOORS = [
     {"vision"},
     {"canvas"},
     {"model"},
+    {"past"},
+    {"memory"},
     {"denoise", "hub", "weights", "words"},
     {"chat"},
     {"interoperation", "reading"},
