@@ -33,8 +33,8 @@ from evaluate import CHECKPOINT, SETS, Case, cases  # noqa: E402
 from dgemma import Pipeline  # noqa: E402: before mlx, so that a fast BLAS serves
 from dgemma.chat import pad  # noqa: E402
 from dgemma.denoise import Block, denoise  # noqa: E402
-from dgemma.pipeline import with_settings  # noqa: E402
 from dgemma.presets import PRESETS  # noqa: E402
+from dgemma.settings import with_settings  # noqa: E402
 
 import mlx.core as mx  # noqa: E402, I001: see above
 

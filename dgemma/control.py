@@ -16,8 +16,9 @@ from .chat import Message, conversation
 from .errors import OptionError, PromptError
 from .infill import FillJob, ReviseJob
 from .model import DiffusionGemma
-from .pipeline import FILL_SETTINGS, REVISE_SETTINGS, Filled, Read, Revision, Unloaded, packing_of, split_settings
+from .pipeline import Filled, Read, Revision, Unloaded
 from .reading import ReadJob
+from .settings import FILL_SETTINGS, REVISE_SETTINGS, packing_of, split_settings
 from .talk import begin, home, job_of, load, prepare, read_stdin
 from .terminal import Progress
 

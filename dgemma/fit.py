@@ -28,8 +28,8 @@ from .config import SLIDING, ModelConfig, TextConfig, VisionConfig
 from .errors import OptionError
 from .hub import find
 from .model import CHUNK, SCORES
-from .pipeline import packing_of
 from .render import size
+from .settings import packing_of
 from .weights import Checkpoint
 
 # Temporaries of one kind that live at once, as measured (benchmarks/memory.py): a row of activations holds so many

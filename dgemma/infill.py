@@ -22,7 +22,8 @@ from .chat import Chat
 from .denoise import FORBIDDEN, Allowed, Options, Step, seed_canvas, settle
 from .errors import OptionError, PromptError
 from .model import Cache, DiffusionGemma
-from .reading import MOST, Asked, check_seed, check_width, control_ids, end_id, pieces_of, plain_ids, repeat, whole
+from .reading import MOST, Asked, check_width, control_ids, end_id, pieces_of, plain_ids, repeat
+from .settings import check_seed, whole
 from .template import FREE, Pieces, Template, hole_lengths, parse
 
 PINNED, ANY, WORD = range(3)  # kinds of positions: held; any text; text that begins with a space

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,22 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from dgemma.attention import Packing
-
-from . import backend, interoperation, presets, tools, weights
+from . import backend, interoperation, tools, weights
 from .channels import CALL, TEXT, THOUGHT, Reader
-from .chat import Chat, Message, Prompt, conversation, pad
+from .chat import Chat, Message, Prompt, pad
 from .config import GenerationConfig
-from .denoise import Block, Done, Options, Pins, Prefilled, Step, denoise
-from .errors import OptionError, PromptError
+from .denoise import Block, Done, Options, Prefilled, Step, denoise
 from .hub import Found, find
 from .infill import Filled, FillJob, ReviseJob, Revision
 from .model import DiffusionGemma
 from .reading import Read, ReadJob, SlotRead  # noqa: F401: a public name
-from .sampler import ConfidenceThreshold, EntropyBound
-from .stopping import StableAndConfident
+from .settings import FILL_SETTINGS, OF_THE_PROMPT, REVISE_SETTINGS, Request, is_batch, packing_of, split_settings
 from .tools import ToolCall
 
 
@@ -116,9 +111,6 @@ class Finished:
     answers: tuple[Answer, ...]
 
 
-# Settings that shape the prompt -> keywords of Chat.prompt.
-OF_THE_PROMPT = {"image_budget": "budget", "tools": "tools", "enable_thinking": "thinking"}
-
 Event = Prefilled | Step | Block | Text | Thought | Called | Finished
 EVENTS = {TEXT: Text, THOUGHT: Thought, CALL: Called}
 
@@ -193,7 +185,7 @@ class Pipeline:
         """
         for event in self.stream(prompt, images, **settings):
             if isinstance(event, Finished):
-                return list(event.answers) if _is_batch(prompt) else event.answers[0]
+                return list(event.answers) if is_batch(prompt) else event.answers[0]
         raise AssertionError("a stream ends with Finished")
 
     def stream(self, prompt: Any, images: Any = None, **settings: Any) -> Iterator[Event]:
@@ -201,7 +193,7 @@ class Pipeline:
 
         Input is checked before the first event; closing the iterator stops between two steps.
         """
-        return self._run(_Request.read(self, prompt, images, settings))
+        return self._run(Request.read(self, prompt, images, settings))
 
     # -- a canvas of which a part is given (dgemma.reading, dgemma.infill) -------------------------------------------
 
@@ -259,7 +251,7 @@ class Pipeline:
         own, options = split_settings(self.options, settings, REVISE_SETTINGS)
         return ReviseJob.of(self.chat, options, draft, prompt, images, **own).run(self.model)
 
-    def _run(self, request: _Request) -> Iterator[Event]:
+    def _run(self, request: Request) -> Iterator[Event]:
         mx.reset_peak_memory()
         clock = _Clock()
         ids, padding = pad(request.prompts, self.model.config.text.pad_token_id)
@@ -298,7 +290,7 @@ class Pipeline:
                     rows[i].steps.append(steps)
                     yield from rows[i].events(i)
 
-    def _answer(self, request: _Request, i: int, row: _Row, done: Done, seconds: Seconds) -> Answer:
+    def _answer(self, request: Request, i: int, row: _Row, done: Done, seconds: Seconds) -> Answer:
         return Answer(
             text=row.reader.text,
             thinking=row.reader.thinking,
@@ -341,11 +333,11 @@ class Unloaded:
 
     def check_request(self, prompt: Any, images: Any = None, **settings: Any) -> tuple[Prompt, ...]:
         """Raise what Pipeline.stream would raise for these; returns the prompts as the model will read them."""
-        return _Request.read(self, prompt, images, settings).prompts
+        return Request.read(self, prompt, images, settings).prompts
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Raise what Pipeline.stream would raise for these settings, whatever the prompt."""
-        _Request.of(self.options, 1, False, {name: value for name, value in settings.items() if name not in OF_THE_PROMPT})
+        Request.of(self.options, 1, False, {name: value for name, value in settings.items() if name not in OF_THE_PROMPT})
 
     def fetch(self) -> None:
         """Fetch the weights, if they are still on the hub; a download shows its own progress on a terminal's stderr."""
@@ -363,63 +355,6 @@ class Unloaded:
         self.fetch()
         model = weights.load(self.opened, image_attention, dtype, progress)
         return Pipeline(model, self.chat, self.options, time.perf_counter() - self._began)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """One call, checked: prompts read, options resolved, everything one entry a row."""
-
-    prompts: tuple[Prompt, ...] = ()  # read when all else has been checked
-    options: Options
-    seeds: tuple[int, ...]
-    chunk: int | None
-    canvas: np.ndarray | None
-    pins: tuple[Pins, ...] | None
-    stops: tuple[str, ...]
-    thinking_budget: int | None
-
-    @classmethod
-    def read(cls, of: Pipeline | Unloaded, prompt: Any, images: Any, settings: dict[str, Any]) -> _Request:
-        """A call, its settings over the checkpoint's options; PromptError, ImageError, OptionError."""
-        rest, batch = dict(settings), _is_batch(prompt)
-        prompts = list(prompt) if batch else [prompt]
-        pictures = _per_prompt(images, len(prompts), batch)
-        how = {keyword: rest.pop(name) for name, keyword in OF_THE_PROMPT.items() if rest.get(name) is not None}
-        _flag("enable_thinking", how.get("thinking", False))
-        rest = {name: value for name, value in rest.items() if name not in OF_THE_PROMPT}
-        request = cls.of(of.options, len(prompts), batch, rest)
-        chat = of.chat
-        read = [chat.prompt(conversation(one, own), own, **how) for one, own in zip(prompts, pictures)]
-        chat.reader(read[0], request.stops, request.thinking_budget)  # refuses what this tokenizer cannot do
-        longest, limit = max(len(one.ids) for one in read), chat.config.text.max_position_embeddings
-        room = -(-request.options.max_new_tokens // chat.config.canvas_length) * chat.config.canvas_length
-        if longest + room > limit:
-            raise PromptError(
-                f"the prompt has {longest} tokens and the answer may take {room}; the context is {limit}: "
-                "shorten the prompt, or lower max_new_tokens or the image budget"
-            )
-        return replace(request, prompts=tuple(read))
-
-    @classmethod
-    def of(cls, options: Options, rows: int, batch: bool, settings: dict[str, Any]) -> _Request:
-        """Settings of a call over the checkpoint's `options`; OptionError names the one that is wrong."""
-        rest = dict(settings)
-        seed, chunk = rest.pop("seed", 0), rest.pop("chunk", None)
-        canvas, pins = rest.pop("canvas", None), rest.pop("pins", None)
-        stops, budget = _stops(rest.pop("stop", None)), rest.pop("thinking_budget", None)
-        if budget is not None and _whole("thinking_budget", budget) < 1:
-            raise OptionError(f"thinking_budget is {budget}; at least 1 is needed")
-        if chunk is not None and _whole("chunk", chunk) < 1:
-            raise OptionError(f"chunk is {chunk}; at least 1 is needed")
-        return cls(
-            options=with_settings(options, rest),
-            seeds=_seeds(seed, rows),
-            chunk=chunk,
-            canvas=None if canvas is None else _canvas(canvas),
-            pins=None if pins is None else _pins(pins, rows, batch),
-            stops=stops,
-            thinking_budget=budget,
-        )
 
 
 @dataclass
@@ -460,140 +395,3 @@ class _Clock:
     def lap(self) -> float:
         then, self._then = self._then, time.perf_counter()
         return self._then - then
-
-
-def with_settings(options: Options, settings: dict[str, Any]) -> Options:
-    """`options` with the settings of one call (Pipeline.__call__ lists them) put over them; None leaves one as it is."""
-    given = presets.spell_out(settings)
-    bound, threshold = given.pop("entropy_bound", None), given.pop("confidence_threshold", None)
-    if bound is not None and threshold is not None:
-        raise OptionError("entropy_bound and confidence_threshold name two samplers; give one of them")
-    changes: dict[str, Any] = {}
-    if bound is not None:
-        changes["sampler"] = EntropyBound(_real("entropy_bound", bound))
-    if threshold is not None:
-        changes["sampler"] = ConfidenceThreshold(_real("confidence_threshold", threshold))
-    stability, confidence = given.pop("stability", None), given.pop("confidence", None)
-    if stability is not None or confidence is not None:
-        rule = options.rule if isinstance(options.rule, StableAndConfident) else StableAndConfident()
-        changes["rule"] = StableAndConfident(
-            rule.stability if stability is None else _whole("stability", stability),
-            rule.confidence if confidence is None else _real("confidence", confidence),
-        )
-    if (packing := packing_of(given)) is not None:
-        changes["packing"] = packing
-    for setting, field, kind in (
-        ("max_new_tokens", "max_new_tokens", _whole),
-        ("steps", "max_denoising_steps", _whole),
-        ("redraws", "max_redraws", _whole),
-        ("t_min", "t_min", _real),
-        ("t_max", "t_max", _real),
-    ):
-        if setting in given:
-            changes[field] = kind(setting, given.pop(setting))
-    if changes.get("max_redraws", 0) < 0:
-        raise OptionError(f"redraws is {changes['max_redraws']}; a whole number of at least 0 is needed (default 2)")
-    if given:
-        raise OptionError(f"unknown setting {sorted(given)[0]!r}; help(Pipeline.__call__) lists them")
-    return replace(options, **changes)
-
-
-def packing_of(given: dict[str, Any]) -> Packing | None:
-    """How caches are packed by the settings kv_bits, kv_group_size and kv_start, which are taken out of `given`."""
-    named = {name: given.pop(f"kv_{name}") for name in ("bits", "group_size", "start") if f"kv_{name}" in given}
-    if named and "bits" not in named:
-        raise OptionError(f"kv_{next(iter(named))} says how to pack keys and values; give kv_bits (8 or 4) as well")
-    return Packing(**{name: _whole(f"kv_{name}", value) for name, value in named.items()}) if named else None
-
-
-FILL_SETTINGS = ("seed", "width", "end", "image_budget", "chunk")
-REVISE_SETTINGS = ("seed", "strength", "pins", "image_budget", "chunk")
-
-
-def split_settings(options: Options, settings: dict[str, Any], own: Sequence[str]) -> tuple[dict[str, Any], Options]:
-    """The settings that a fill or a revision takes itself, and the options with the others put over them."""
-    for name in ("max_new_tokens", "redraws"):  # of answers that may be longer than a canvas, or empty
-        if settings.get(name) is not None:
-            raise OptionError(f"unknown setting {name!r}; one canvas is written, once")
-    rest = {name: value for name, value in settings.items() if name not in own}
-    return {name: value for name, value in settings.items() if name in own}, with_settings(options, rest)
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise OptionError(f"{name} is {value!r}; a whole number is needed")
-    return int(value)
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} is {value!r}; True or False is needed")
-
-
-def _stops(stop: Any) -> tuple[str, ...]:
-    """The stop strings of a call."""
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, (list, tuple)) or not all(isinstance(one, str) for one in stops):
-        raise OptionError(f"stop is {stop!r}; a string or a list of strings is needed")
-    if not all(stops):
-        raise OptionError("stop holds an empty string; a stop string has at least one character")
-    return tuple(stops)
-
-
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise OptionError(f"{name} is {value!r}; a number is needed")
-    return float(value)
-
-
-def _canvas(canvas: Any) -> np.ndarray:
-    """The seed canvas `[B, C]`; one row may come without its outer list."""
-    try:
-        found = np.atleast_2d(np.asarray(canvas))
-    except ValueError:
-        raise OptionError("the seed canvas has rows of different lengths; each needs as many tokens as a canvas") from None
-    if found.dtype.kind not in "iu":
-        raise OptionError(f"the seed canvas holds {found.dtype}; whole numbers are needed")
-    return found
-
-
-def _pins(pins: Any, rows: int, batch: bool) -> tuple[Pins, ...]:
-    """The pins of each row."""
-    given = pins if batch else [pins]
-    if not isinstance(given, (list, tuple)) or len(given) != rows:
-        raise OptionError(f"a batch of {rows} prompts takes pins as a list of {rows} dicts, one a prompt (empty for none)")
-    for one in given:
-        if not isinstance(one, dict):
-            raise OptionError(f"pins are {one!r}; a dict from answer positions to token ids is needed")
-    return tuple({_whole("a pin's position", p): _whole("a pinned token", t) for p, t in one.items()} for one in given)
-
-
-def _seeds(seed: Any, rows: int) -> tuple[int, ...]:
-    """One seed a row."""
-    seeds = list(seed) if isinstance(seed, (list, tuple)) else [_whole("seed", seed) + i for i in range(rows)]
-    if len(seeds) != rows:
-        raise OptionError(f"{len(seeds)} seeds for {rows} prompt(s)")
-    for one in seeds:
-        if not 0 <= _whole("seed", one) < 2**64:
-            raise OptionError(f"seed is {one}; 0 to 2**64 - 1 is allowed")
-    return tuple(int(one) for one in seeds)
-
-
-def _is_batch(prompt: Any) -> bool:
-    """Whether `prompt` is a list of prompts: its items are strings or conversations, not messages."""
-    if isinstance(prompt, str):
-        return False
-    if not isinstance(prompt, (list, tuple)) or not prompt:
-        raise PromptError("the prompt is empty; a string, messages, or a list of either is needed")
-    return not isinstance(prompt[0], dict)
-
-
-def _per_prompt(images: Any, rows: int, batch: bool) -> list[list[Any]]:
-    """The image sources of each prompt."""
-    if images is None:
-        return [[] for _ in range(rows)]
-    if not batch:
-        return [list(images) if isinstance(images, (list, tuple)) else [images]]
-    if not isinstance(images, (list, tuple)) or len(images) != rows:
-        raise PromptError(f"a batch of {rows} prompts takes images as {rows} lists, one a prompt (empty for none)")
-    return [list(row) if isinstance(row, (list, tuple)) else [] if row is None else [row] for row in images]

@@ -30,6 +30,7 @@ from .chat import TURN_TOKENS, Chat, Message, Prompt, conversation
 from .denoise import Options, seed_canvas, settle
 from .errors import OptionError, PromptError
 from .model import Cache, DiffusionGemma
+from .settings import check_seed, whole
 from .template import FREE, Pieces, Slot, Template, parse, read_slots
 
 MOST = 64  # rows of a batch: each holds a copy of the caches
@@ -112,7 +113,8 @@ class Asked:
         room, limit = chat.config.canvas_length, chat.config.text.max_position_embeddings
         if len(read.ids) + room > limit:
             raise PromptError(f"the prompt has {len(read.ids)} tokens and the canvas {room}; the context is {limit}: shorten the prompt")
-        whole("chunk", chunk, 1)
+        if chunk is not None:
+            whole("chunk", chunk, 1)
         return cls(read, chunk)
 
     def prefill(self, model: DiffusionGemma, options: Options) -> list[Cache]:
@@ -170,20 +172,6 @@ def check_width(chat: Chat, longest: int, width: Any) -> None:
         raise PromptError(f"the template takes {longest} tokens, filled and ended; a canvas has {most}: shorten it")
     if width is not None and not longest <= whole("width", width, 1) <= most:
         raise OptionError(f"width is {width}; {longest} (the template's) to {most} (the canvas's) is allowed")
-
-
-def whole(name: str, value: Any, least: int) -> Any:
-    """`value`, if it is None or a whole number of at least `least`; OptionError."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least):
-        raise OptionError(f"{name} is {value!r}; a whole number of at least {least} is needed")
-    return value
-
-
-def check_seed(seed: Any) -> int:
-    """The seed; OptionError when it is none."""
-    if whole("seed", seed, 0) is None or seed >= 2**64:
-        raise OptionError(f"seed is {seed}; 0 to 2**64 - 1 is allowed")
-    return int(seed)
 
 
 # -- reads ------------------------------------------------------------------------------------------------------------
@@ -247,8 +235,7 @@ class ReadJob:
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
             raise OptionError(f"temperature is {temperature!r}; a finite number above 0 is needed (default 1)")
         for name, value in (("steps", steps), ("draws", draws)):
-            if whole(name, value, 1) is None:
-                raise OptionError(f"{name} is None; a whole number of at least 1 is needed")
+            whole(name, value, 1)
         return cls(
             asked=Asked.of(chat, prompt, images, image_budget, chunk), templates=templates, written=written, questions=questions,
             options=options, steps=steps, seed=check_seed(seed), draws=draws, width=width, temperature=temperature,

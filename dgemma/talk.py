@@ -23,8 +23,9 @@ from . import backend, fit, render
 from .chat import Message, Prompt, conversation
 from .errors import OutputError, PromptError, UserError
 from .hub import find
-from .pipeline import Event, Finished, Pipeline, Unloaded, packing_of
+from .pipeline import Event, Finished, Pipeline, Unloaded
 from .presets import spell_out
+from .settings import packing_of
 from .terminal import Progress, Speaker, Transcript, Watch, show
 
 Settings = dict[str, Any]

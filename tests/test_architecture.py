@@ -30,7 +30,8 @@ FLOORS = [
     {"memory"},
     {"denoise", "hub", "weights", "words"},
     {"chat"},
-    {"interoperation", "reading"},
+    {"interoperation", "settings"},
+    {"reading"},
     {"infill"},
     {"pipeline", "plan"},
     {"__init__"},  # the public names: what follows reads them like any other user
@@ -44,7 +45,7 @@ FLOORS = [
     {"cli", "server"},
 ]
 FLOOR = {module: height for height, floor in enumerate(FLOORS) for module in floor}
-BESIDE = {"sampler", "stopping"}  # they meet the model in denoise, and pipeline hands them there
+BESIDE = {"sampler", "stopping"}  # they meet the model in denoise, and settings choose among them
 MEASURES = {"runtime", "parts"}  # what bench and profile run: a block without end, and the sampler apart from the loop
 WITHOUT_MLX = {"errors", "config", "download", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
 WITHOUT_MLX |= {"channels", "presets", "results", "template", "tools", "turns"}
@@ -136,7 +137,7 @@ def test_imports_follow_the_arrows(module):
     assert not upward, f"only what stands below {module} may be imported: {upward}"
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - MEASURES - {"denoise", "pipeline"}))
+@pytest.mark.parametrize("module", sorted(set(MODULES) - MEASURES - {"denoise", "settings"}))
 def test_sampler_and_stopping_meet_the_model_only_in_denoise(module):
     assert not [name for _, name in imports(module) if name in BESIDE - {module}]
 

@@ -8,9 +8,9 @@ import pytest
 import dgemma  # noqa: F401
 from dgemma import Pipeline, cli
 from dgemma.errors import OptionError
-from dgemma.pipeline import with_settings
 from dgemma.presets import PRESETS, spell_out
 from dgemma.sampler import ConfidenceThreshold, EntropyBound
+from dgemma.settings import with_settings
 
 PICTURES = Path(__file__).resolve().parents[1] / "examples" / "demo" / "pictures"
 

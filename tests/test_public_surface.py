@@ -10,8 +10,9 @@ import sys
 import pytest
 
 import dgemma
-from dgemma.pipeline import Options, with_settings
+from dgemma.denoise import Options
 from dgemma.sampler import EntropyBound
+from dgemma.settings import with_settings
 from dgemma.stopping import StableAndConfident
 
 PUBLIC = [
