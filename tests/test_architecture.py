@@ -29,7 +29,7 @@ FLOORS = [
     {"past"},
     {"memory"},
     {"denoise", "hub", "weights", "words"},
-    {"chat"},
+    {"processor"},
     {"interoperation", "settings"},
     {"reading"},
     {"infill"},
