@@ -17,6 +17,7 @@ from .errors import (  # noqa: E402
     OptionError,
     OutputError,
     PromptError,
+    SessionError,
     UserError,
 )
 
@@ -24,9 +25,10 @@ __version__ = "0.1.0"
 _PIPELINE = (
     "Answer", "Block", "Called", "Finished", "Pipeline", "Prefilled", "Seconds", "Step", "Text", "Thought", "ToolCall",
 )  # fmt: skip
-_PIPELINE += ("Filled", "Read", "Revision", "SlotRead")
+_PIPELINE += ("Filled", "Read", "Revision", "Session", "SlotRead", "Turn")
 __all__ = sorted(
-    ["CheckpointError", "DgemmaError", "Failure", "ImageError", "OptionError", "OutputError", "PromptError", "UserError"]
+    ["CheckpointError", "DgemmaError", "Failure", "ImageError", "OptionError", "OutputError", "PromptError"]
+    + ["SessionError", "UserError"]
     + list(_PIPELINE)
 )
 

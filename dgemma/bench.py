@@ -27,7 +27,7 @@ from .config import ModelConfig
 from .errors import OptionError
 from .plan import dtype_name
 from .subject import Subject
-from .talk import check_output, write_whole
+from .files import check_output, write_whole
 from .terminal import Progress
 from .turns import Contender, Job, compete
 from .weights import Checkpoint

@@ -8,7 +8,8 @@ Every message is one line: what was seen, what is allowed, what to do about it.
     │   ├── ImageError       a picture that cannot be read or is out of bounds
     │   ├── OptionError      a sampler, stopping or length option out of range
     │   ├── CheckpointError  a model that is absent, damaged, incomplete or of another kind
-    │   └── OutputError      a result that cannot be written
+    │   ├── OutputError      a result that cannot be written
+    │   └── SessionError     a saved session that is damaged or of another checkpoint
     └── Failure              the machine's fault; the command line exits with 1
 """
 
@@ -39,6 +40,10 @@ class CheckpointError(UserError):
 
 class OutputError(UserError):
     """A result that cannot be written."""
+
+
+class SessionError(UserError):
+    """A saved session that is damaged, or belongs to another checkpoint."""
 
 
 class Failure(DgemmaError):

@@ -17,14 +17,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from dgemma.attention import CacheRows, Packing, RotatingKVCache
+from dgemma.attention import CacheRows, KVCache, Packing, RotatingKVCache
+from dgemma.attention.packing import Rows
+from dgemma.attention.packing import arrays as arrays_of
 from dgemma.vision import Patches
 
+from .config import SLIDING, Layer
 from .errors import OptionError
 from .model import CHUNK, Cache, DiffusionGemma, chunks
 from .past import Past
@@ -61,6 +65,10 @@ class Kept:
         if key not in self._things:
             return None
         self._things.move_to_end(key)
+        return self._things[key][0]
+
+    def peek(self, key: Any) -> Any:
+        """The thing of that key, without using it; KeyError."""
         return self._things[key][0]
 
     def drop(self, key: Any) -> None:
@@ -149,6 +157,53 @@ class Memory(Past):
             self.packing = packing
             self.forget()
 
+    # -- on a disk ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
+        """All that it holds, as a record (JSON) and arrays by name, for `restore` of a memory of the same model."""
+        arrays: dict[str, mx.array] = {}
+        for number, cache in enumerate(self.caches):
+            arrays |= named(f"now.{number}", *cache.temporal_view())
+        kept: list[int | str] = list(self.kept)
+        for key in kept:
+            thing = self.kept.peek(key)
+            if isinstance(key, int):
+                for number, rows in enumerate(thing):
+                    arrays |= named(f"at {key}.{number}", rows.keys, rows.values)
+            else:
+                arrays[f"image {key}"] = thing
+        packing = None if self.packing is None else [self.packing.bits, self.packing.group_size, self.packing.start]
+        record = {
+            "spelled": self.spelled, "cuts": self.cuts, "length": self.length, "kept": kept, "packing": packing,
+            "every": self.every, "bytes": self.kept.budget,
+        }  # fmt: skip
+        return record, arrays
+
+    @classmethod
+    def restore(cls, model: DiffusionGemma, record: dict[str, Any], arrays: dict[str, mx.array]) -> Memory:
+        """The memory whose `state` this is. KeyError, TypeError or ValueError when it is none."""
+        packing = None if record["packing"] is None else Packing(*record["packing"])
+        made = cls(model, packing, every=record["every"], budget=record["bytes"])
+        made.spelled, made.cuts = list(record["spelled"]), list(record["cuts"])
+        places = [0, *made.cuts]
+        if sorted(set(places)) != places or places[-1] != len(made.spelled) or record["length"] not in places:
+            raise ValueError(f"{len(made.spelled)} tokens, cut at {made.cuts}, and caches of {record['length']}")
+        shelf, layers = _Shelf(model, packing, arrays), model.config.text.layers
+        made.caches = [
+            restored(cache, shelf.rows(f"now.{number}", layer, record["length"]))
+            for number, (cache, layer) in enumerate(zip(made.caches, layers))
+        ]
+        rings = [layer for layer in layers if layer.kind == SLIDING]
+        for key in record["kept"]:
+            if isinstance(key, int):
+                rows = [shelf.rows(f"at {key}.{number}", layer, key) for number, layer in enumerate(rings)]
+                made.kept.put(key, rows, sum(nbytes(one) for one in rows))
+            else:
+                made.kept.put(key, arrays[f"image {key}"], arrays[f"image {key}"].nbytes)
+        return made
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
     def _passed(self, tokens: Spelled) -> None:
         """An encoder pass has ended; `tokens` are new, none if it repeated one of before."""
         if tokens:
@@ -211,9 +266,52 @@ class Memory(Past):
 def back(cache: Cache, cut: int, rows: Iterator[CacheRows] | None) -> Cache:
     """A cache at position `cut`: a sliding layer's from its `rows`, if there are any, every other one trimmed."""
     if rows is not None and isinstance(cache, RotatingKVCache):
-        return RotatingKVCache.restore(next(rows), cache.window, cache.memo)
+        return restored(cache, next(rows))
     cache.trim(cache.offset - cut)
     return cache
+
+
+def restored(cache: Cache, rows: CacheRows) -> Cache:
+    """A cache of the same kind and the same batch as `cache`, with those rows."""
+    if isinstance(cache, RotatingKVCache):
+        return RotatingKVCache.restore(rows, cache.window, cache.memo)
+    return KVCache.restore(rows, cache.memo)
+
+
+def named(name: str, keys: Rows | None, values: Rows | None) -> dict[str, mx.array]:
+    """The arrays of a cache's rows by names; none when there are no rows."""
+    parts = {"keys": arrays_of(keys), "values": arrays_of(values)}
+    return {f"{name}.{part}.{i}": array for part, found in parts.items() for i, array in enumerate(found)}
+
+
+class _Shelf:
+    """Rows of caches by the names that `named` gave them, checked: KeyError, ValueError for what no such cache can hold."""
+
+    def __init__(self, model: DiffusionGemma, packing: Packing | None, arrays: dict[str, mx.array]):
+        self.text, self.dtype, self.packing, self.arrays = model.config.text, model.dtype, packing, arrays
+
+    def rows(self, name: str, layer: Layer, offset: int) -> CacheRows:
+        """The rows of one layer at position `offset`."""
+        if offset == 0:
+            return CacheRows(None, None, 0, None, self.packing)
+        keys, values = (self._part(f"{name}.{part}", layer) for part in ("keys", "values"))
+        least = most = offset
+        if layer.kind == SLIDING:
+            least, most = min(offset, self.text.sliding_window - 1), min(offset, self.text.sliding_window)
+        if keys.shape != values.shape or not least <= keys.shape[2] <= most:
+            raise ValueError(f"{name}: rows of shape {keys.shape} and {values.shape} at position {offset}")
+        return CacheRows(keys, values, offset, None, self.packing)
+
+    def _part(self, name: str, layer: Layer) -> Rows:
+        first = self.arrays[f"{name}.0"]
+        blank = mx.zeros((1, layer.kv_heads, first.shape[2], layer.head_dim), dtype=self.dtype)  # lazy: never made
+        packed = f"{name}.1" in self.arrays
+        like = self.packing.pack(blank) if packed else blank
+        parts = [self.arrays[f"{name}.{i}"] for i in range(3 if packed else 1)]
+        for part, wanted in zip(parts, arrays_of(like)):
+            if (part.shape, part.dtype) != (wanted.shape, wanted.dtype):
+                raise ValueError(f"{name}: {part.dtype} {part.shape} where {wanted.dtype} {wanted.shape} is needed")
+        return replace(like, parts=tuple(parts)) if packed else first
 
 
 def nbytes(rows: CacheRows) -> int:

@@ -9,112 +9,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from . import backend, interoperation, tools, weights
-from .channels import CALL, TEXT, THOUGHT, Reader
-from .processor import Processor, Message, Prompt, pad
+from . import backend, interoperation, weights
+from .answer import Answer, Answering, Called, Event, Finished, Seconds, Text, Thought  # noqa: F401: public names
 from .config import GenerationConfig
-from .denoise import Block, Done, Options, Prefilled, Step, denoise
+from .denoise import Block, Options, Prefilled, Step  # noqa: F401: public names
 from .hub import Found, find
 from .infill import Filled, FillJob, ReviseJob, Revision
+from .memory import BUDGET, EVERY
 from .model import DiffusionGemma
-from .past import Past
+from .processor import Message, Processor, Prompt
 from .reading import Read, ReadJob, SlotRead  # noqa: F401: a public name
 from .settings import FILL_SETTINGS, OF_THE_PROMPT, REVISE_SETTINGS, Request, is_batch, packing_of, split_settings
-from .tools import ToolCall
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seconds:
-    """Where the time went; all rows of a batch share it."""
-
-    load: float
-    images: float
-    prefill: float
-    denoise: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What the model said, and what it took."""
-
-    text: str  # without thoughts, calls and control tokens
-    tokens: tuple[int, ...]  # all that was written, thoughts and calls too
-    finish_reason: str  # "stop": the model, or a stop string, ended it; "length": max_new_tokens did
-    prompt_tokens: int  # images included
-    image_tokens: int
-    steps: tuple[int, ...]  # denoising steps of each block
-    redrawn: int  # how often an empty first block was drawn again
-    seed: int
-    seconds: Seconds
-    peak_memory: int  # bytes, of the whole call
-    cached_tokens: int = 0  # of prompt_tokens, those that a session had encoded before
-    thinking: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    stop_string: str | None = None  # the one that ended the text, which ends before it
-
-    @property
-    def message(self) -> Message:
-        """The answer as a turn of the history: its text and complete calls, never its thoughts."""
-        return tools.turn(self.text, self.tool_calls)
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens of the answer, the end token not counted."""
-        return len(self.tokens)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks written."""
-        return len(self.steps)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Tokens of the answer per canvas pass."""
-        return self.generated_tokens / max(1, sum(self.steps))
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text that a finished block adds to a row."""
-
-    row: int
-    delta: str
-
-
-@dataclass(frozen=True)
-class Thought:
-    """Text that a finished block adds to a row's thoughts."""
-
-    row: int
-    delta: str
-
-
-@dataclass(frozen=True)
-class Called:
-    """A tool call that a row has written; one that the end of the answer cut off comes too, with its problem."""
-
-    row: int
-    call: ToolCall
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The last event of a stream: the answers, one a row."""
-
-    answers: tuple[Answer, ...]
-
-
-Event = Prefilled | Step | Block | Text | Thought | Called | Finished
-EVENTS = {TEXT: Text, THOUGHT: Thought, CALL: Called}
+from .session import Session, Turn  # noqa: F401: Turn is a public name
+from .tools import ToolCall  # noqa: F401: a public name
 
 
 class Pipeline:
@@ -195,7 +111,30 @@ class Pipeline:
 
         Input is checked before the first event; closing the iterator stops between two steps.
         """
-        return self.run(Request.read(self, prompt, images, settings))
+        request = Request.read(self, prompt, images, settings)
+        return iter(Answering(self.model, self.processor, request, load_seconds=self.load_seconds))
+
+    def chat(
+        self,
+        system: str | None = None,
+        messages: Sequence[Message] | None = None,
+        *,
+        snapshot_every: int = EVERY,
+        snapshot_bytes: int = BUDGET,
+        **settings: Any,
+    ) -> Session:
+        """A conversation that encodes only what is new in it: `chat.send(...)`, `regenerate`, `edit`, `save`.
+
+        `messages` are turns so far, an answer last; `settings`, as of a call, hold for all turns. To go back, copies of the sliding
+        layers' rows are kept at the end of every prompt and every `snapshot_every` tokens; they and the features of pictures take
+        at most `snapshot_bytes`, what was used least recently goes first. PromptError, ImageError, OptionError.
+        """
+        return Session(self, system, messages, snapshot_every=snapshot_every, snapshot_bytes=snapshot_bytes, **settings)
+
+    def load_chat(self, path: str | Path, **settings: Any) -> Session:
+        """The conversation that `Session.save` wrote; settings given here hold instead of those saved. SessionError when it is
+        damaged or was saved with another checkpoint."""
+        return Session.load(self, path, **settings)
 
     # -- a canvas of which a part is given (dgemma.reading, dgemma.infill) -------------------------------------------
 
@@ -253,66 +192,6 @@ class Pipeline:
         own, options = split_settings(self.options, settings, REVISE_SETTINGS)
         return ReviseJob.of(self.processor, options, draft, prompt, images, **own).run(self.model)
 
-    def run(self, request: Request, past: Past | None = None) -> Iterator[Event]:
-        """The events of a request that has been read; `past` is what its prompts are read into, new caches unless given."""
-        mx.reset_peak_memory()
-        clock = _Clock()
-        ids, padding = pad(request.prompts, self.model.config.text.pad_token_id)
-        past = past or Past(self.model, padding, request.options.packing)
-        features = past.features(ids, [image for one in request.prompts for image in one.images])
-        mx.eval(features)
-        images_seconds = clock.lap()
-        rows = [_Row(self.processor.reader(one, request.stops, request.thinking_budget)) for one in request.prompts]
-        prefill_seconds, cached = 0.0, 0
-        for event in denoise(
-            self.model,
-            ids,
-            features,
-            options=request.options,
-            seeds=request.seeds,
-            padding=padding,
-            chunk=request.chunk,
-            canvas=request.canvas,
-            pins=request.pins,
-            judges=[row.reader for row in rows],
-            past=past,
-        ):
-            if isinstance(event, Prefilled):
-                prefill_seconds, cached = clock.lap(), event.cached
-            if isinstance(event, Done):
-                seconds = Seconds(
-                    load=self.load_seconds, images=images_seconds, prefill=prefill_seconds, denoise=clock.lap()
-                )
-                for i, row in enumerate(rows):
-                    row.reader.finish(cut=event.reasons[i] == "length")
-                    yield from row.events(i)
-                yield Finished(tuple(self._answer(request, i, row, event, seconds, cached) for i, row in enumerate(rows)))
-                return
-            yield event
-            if isinstance(event, Block):
-                for i, tokens, steps in zip(event.rows, event.tokens, event.steps):
-                    rows[i].tokens += tokens
-                    rows[i].steps.append(steps)
-                    yield from rows[i].events(i)
-
-    def _answer(self, request: Request, i: int, row: _Row, done: Done, seconds: Seconds, cached: int) -> Answer:
-        return Answer(
-            text=row.reader.text,
-            thinking=row.reader.thinking,
-            tool_calls=tuple(row.reader.calls),
-            stop_string=row.reader.stop,
-            tokens=tuple(row.tokens),
-            finish_reason=done.reasons[i],
-            prompt_tokens=len(request.prompts[i].ids),
-            cached_tokens=cached,
-            image_tokens=request.prompts[i].image_tokens,
-            steps=tuple(row.steps),
-            redrawn=done.redrawn[i],
-            seed=request.seeds[i],
-            seconds=seconds,
-            peak_memory=mx.get_peak_memory(),
-        )
-
 
 class Unloaded:
     """A checkpoint before its weights: all that can be checked without them is, so that a mistake costs no download."""
@@ -363,21 +242,6 @@ class Unloaded:
         return Pipeline(model, self.processor, self.options, time.perf_counter() - self._began)
 
 
-@dataclass
-class _Row:
-    """What one row has written so far."""
-
-    reader: Reader
-
-    def __post_init__(self) -> None:
-        self.tokens: list[int] = []
-        self.steps: list[int] = []
-
-    def events(self, i: int) -> Iterator[Event]:
-        """What its reader has read since the last call; `i` is the row's place."""
-        return (EVENTS[channel](i, added) for channel, added in self.reader.take())
-
-
 @contextmanager
 def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal's stderr, if loading takes more than two seconds; yields what moves it."""
@@ -390,14 +254,3 @@ def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield progress
-
-
-class _Clock:
-    """Seconds since the last look."""
-
-    def __init__(self) -> None:
-        self._then = time.perf_counter()
-
-    def lap(self) -> float:
-        then, self._then = self._then, time.perf_counter()
-        return self._then - then

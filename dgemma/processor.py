@@ -9,6 +9,7 @@ content of a message is a string or a list of parts:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ MARKS = {
     "call_end": "<tool_call|>",
     "quote": tooling.QUOTE,
 }  # names of channels.Marks
+SOURCES = ("image", "url", "path")  # keys of an image part that may hold its picture
 IMAGE_BUDGET = 280  # soft tokens an image may take where no processor config says otherwise
 Message = dict[str, Any]
 
@@ -115,11 +117,7 @@ class Processor:
         filled, sources = fill_images(check_messages(messages), list(images))
         self._check_spelling(filled)
         declared = None if not tools else self._declare(tools)
-        if sources and self.config.vision is None:
-            raise PromptError(
-                f"{len(sources)} image(s) given, but this checkpoint has no vision tower: it reads text only"
-            )
-        patches = tuple(self._preprocess(source, budget, f"image {n}") for n, source in enumerate(sources, 1))
+        patches = self._cut(sources, budget)
         ids = self.tokenizer.encode(self.render(filled, declared, thinking), add_special_tokens=False)
         places = ids.count(self.config.image_token_id)
         if places != len(patches):
@@ -131,6 +129,20 @@ class Processor:
                 f"tokens 0 to {self.config.text.vocab_size - 1} are needed"
             )
         return Prompt(tuple(self._expand(ids, patches)), patches)
+
+    def pictured(self, messages: Sequence[Message], images: Sequence[Any] = (), budget: int | None = None) -> list[Message]:
+        """The same messages, each picture in its place, cut to patches: they can be asked again when its file is gone.
+
+        `images` and `budget` as of `prompt`. A picture given as a path keeps that as its `name`. PromptError, ImageError.
+        """
+        _, sources = fill_images(check_messages(messages), list(images))
+        waiting, made = iter(zip(sources, self._cut(sources, budget))), []
+        for message in messages:
+            content = message.get("content") or ""
+            if not isinstance(content, str):
+                content = [_in_place(part, *next(waiting)) if _is_image(part) else part for part in content]
+            made.append({**message, "content": content})
+        return made
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, thinking: bool = False
@@ -193,10 +205,16 @@ class Processor:
         if spelled is not None:
             raise PromptError(f"{where} spells {spelled}, which only the chat template may write; put a space inside it")
 
-    def _preprocess(self, source: Any, budget: int | None, label: str) -> Patches:
+    def _cut(self, sources: Sequence[Any], budget: int | None) -> tuple[Patches, ...]:
+        """The patches of each picture."""
         vision, most = self.config.vision, self.image_budget if budget is None else budget
-        return preprocess(
-            source, budget=most, patch_size=vision.patch_size, pooling=vision.pooling_kernel_size, label=label
+        if sources and vision is None:
+            raise PromptError(
+                f"{len(sources)} image(s) given, but this checkpoint has no vision tower: it reads text only"
+            )
+        return tuple(
+            preprocess(source, budget=most, patch_size=vision.patch_size, pooling=vision.pooling_kernel_size, label=f"image {n}")
+            for n, source in enumerate(sources, 1)
         )
 
     def _expand(self, ids: Sequence[int], images: Sequence[Patches]) -> list[int]:
@@ -257,8 +275,8 @@ def fill_images(messages: Sequence[Message], images: list[Any]) -> tuple[list[Me
     for message in messages:
         parts, content = [], message.get("content") or ""
         for part in [content] if isinstance(content, str) else content:
-            if isinstance(part, dict) and part.get("type") == "image":
-                own = next((part[key] for key in ("image", "url", "path") if part.get(key) is not None), None)
+            if _is_image(part):
+                own = next((part[key] for key in SOURCES if part.get(key) is not None), None)
                 if own is None and not waiting:
                     missing += 1
                     continue
@@ -274,6 +292,16 @@ def fill_images(messages: Sequence[Message], images: list[Any]) -> tuple[list[Me
             + (f"{missing} more needed" if missing else f"{len(waiting)} too many")
         )
     return filled, sources
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _in_place(part: dict[str, Any], source: Any, patches: Patches) -> dict[str, Any]:
+    """An image part that holds its patches, and the name of the file that they came from."""
+    named = {"name": os.fspath(source)} if isinstance(source, (str, os.PathLike)) and not str(source).startswith("data:") else {}
+    return named | {key: value for key, value in part.items() if key not in SOURCES} | {"image": patches}
 
 
 def pad(prompts: Sequence[Prompt], pad_token_id: int) -> tuple[np.ndarray, list[int]]:

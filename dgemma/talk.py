@@ -9,9 +9,7 @@ import argparse
 import json
 import os
 import shlex
-import stat
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ from dgemma.vision import load_image
 
 from . import backend, fit, render
 from .processor import Message, Prompt, conversation
-from .errors import OutputError, PromptError, UserError
+from .errors import PromptError, UserError
+from .files import check_output, write_whole
 from .hub import find
 from .pipeline import Event, Finished, Pipeline, Unloaded
 from .presets import spell_out
@@ -153,47 +152,6 @@ def read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8-sig").rstrip("\n")
     except UnicodeDecodeError as error:
         raise PromptError(f"stdin is not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})") from None
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def check_output(name: str) -> None:
-    """Refuse an output that cannot be written before any work is done."""
-    try:
-        path = Path(name).expanduser()
-        parent = path.resolve().parent
-        if path.is_dir():
-            raise OutputError(f"{name}: is a folder; give a file to write")
-        if not parent.is_dir():
-            raise OutputError(f"{name}: there is no folder {parent}; make it first")
-        if not os.access(path if path.exists() else parent, os.W_OK):
-            raise OutputError(f"{name}: cannot be written (permission denied)")
-    except (ValueError, RuntimeError, OSError) as error:  # a NUL, no home, a name too long
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"{name}: not a file that can be written ({reason})") from None
-
-
-def write_whole(name: str, text: str) -> None:
-    """Write a file whole or not at all: beside it first, then renamed over it. A device or pipe is written directly."""
-    path = Path(name).expanduser().resolve()
-    data = text.encode("utf-8", "backslashreplace")
-    part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
-    try:
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            path.write_bytes(data)
-            return
-        try:
-            with part.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise OutputError(f"{name}: cannot be written ({error.strerror or error}); nothing was kept") from None
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ PACKAGES = {"dgemma": "", "attention": "attention", "vision": "vision"}  # folde
 # A module may import those of the floors below its own, and no other; a new module gets a floor here.
 FLOORS = [
     {"errors"},
-    {"backend", "config", "download", "formats", "names", "peers", "plain", "presets", "stopping", "template", "tools", "turns"},
+    {"backend", "config", "download", "files", "formats", "names", "peers", "plain", "presets", "stopping", "template", "tools", "turns"},
     {"channels", "matrices", "stored", "strips"},
     {"beliefs", "flash"},
     {"cpu", "cuda"},
@@ -27,12 +27,12 @@ FLOORS = [
     {"canvas"},
     {"model"},
     {"past"},
-    {"memory"},
+    {"memory", "archive"},
     {"denoise", "hub", "weights", "words"},
     {"processor"},
     {"interoperation", "settings"},
-    {"reading"},
-    {"infill"},
+    {"answer", "reading"},
+    {"infill", "session"},
     {"pipeline", "plan"},
     {"__init__"},  # the public names: what follows reads them like any other user
     {"render", "writer"},
@@ -47,7 +47,7 @@ FLOORS = [
 FLOOR = {module: height for height, floor in enumerate(FLOORS) for module in floor}
 BESIDE = {"sampler", "stopping"}  # they meet the model in denoise, and settings choose among them
 MEASURES = {"runtime", "parts"}  # what bench and profile run: a block without end, and the sampler apart from the loop
-WITHOUT_MLX = {"errors", "config", "download", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
+WITHOUT_MLX = {"errors", "config", "download", "files", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
 WITHOUT_MLX |= {"channels", "presets", "results", "template", "tools", "turns"}
 LONGEST = 60
 

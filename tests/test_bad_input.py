@@ -520,7 +520,7 @@ def test_a_full_disk(refuse, checkpoint, tmp_path, monkeypatch):
 
 def test_a_disk_that_fills_while_writing(tmp_path):
     """A limit on the size of files stands for a real full disk: no root is needed."""
-    code = "from dgemma.talk import write_whole; write_whole('a.txt', 'x' * 9999)"
+    code = "from dgemma.files import write_whole; write_whole('a.txt', 'x' * 9999)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

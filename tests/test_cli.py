@@ -16,7 +16,7 @@ import time
 import pytest
 
 import dgemma
-from dgemma import Pipeline, cli, hub, talk, terminal, vision
+from dgemma import Pipeline, cli, files, hub, talk, terminal, vision
 from dgemma.errors import OptionError
 
 SHORT = ("--max-tokens", "8", "--steps", "2")
@@ -340,7 +340,7 @@ def test_output_as_json(run, tmp_path):
 def test_output_through_a_link_keeps_the_link(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    talk.write_whole(str(tmp_path / "link"), "new")
+    files.write_whole(str(tmp_path / "link"), "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
 
 

@@ -33,11 +33,14 @@ PUBLIC = [
     "Read",
     "Revision",
     "Seconds",
+    "Session",
+    "SessionError",
     "SlotRead",
     "Step",
     "Text",
     "Thought",
     "ToolCall",
+    "Turn",
     "UserError",
 ]
 

@@ -1,0 +1,94 @@
+"""A record and arrays in one file: a safetensors file, written whole or not at all, and read only if it is what was written.
+
+    metadata   format, version, what it belongs to, the record as JSON, a SHA-256 of all that and of the data
+    tensors    the arrays by name
+
+Nothing in it is code: JSON and numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+
+from . import files, stored
+from .errors import CheckpointError, SessionError
+
+DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.int32: "I32", mx.uint32: "U32"}
+PIECE = 1 << 24  # bytes of a file that are hashed at a time
+
+
+def write(name: str | Path, kind: str, version: int, owner: str, record: Any, arrays: Mapping[str, mx.array]) -> None:
+    """Write `record` (JSON) and `arrays` to a file; `owner` is what alone may read it. OutputError, SessionError.
+
+    Arrays are evaluated one at a time.
+    """
+    try:
+        text = json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SessionError(f"{name}: something said cannot be written as JSON ({error})") from None
+    fields = {"format": kind, "version": str(version), "owner": owner, "record": text}
+    with files.whole(str(name)) as file:
+        digest = _digest(fields)
+        begin = len(_header(fields | {"digest": digest.hexdigest()}, arrays))  # a digest is as long as any other
+        file.seek(begin)
+        for array in arrays.values():
+            data = memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8)) if array.size else b""
+            digest.update(data)
+            file.write(data)
+        file.seek(0)
+        file.write(_header(fields | {"digest": digest.hexdigest()}, arrays))
+
+
+def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, dict[str, mx.array]]:
+    """The record and the arrays of a file. SessionError when it is no such file, damaged, or belongs to another `owner`."""
+    path = Path(name).expanduser()
+    try:
+        fields = dict(stored.check_file(path).get("__metadata__") or {})
+    except CheckpointError as error:
+        raise SessionError(str(error).replace("; download it again", "")) from None
+    if fields.get("format") != kind:
+        raise SessionError(f"{path}: is a safetensors file, but not a {kind}")
+    if fields.get("version") != str(version):
+        raise SessionError(f"{path}: is of version {fields.get('version')!r}; this dgemma reads version {version}")
+    digest = fields.pop("digest", "")
+    with path.open("rb") as file:
+        if _of_data(file, _digest(fields)) != digest:
+            raise SessionError(f"{path}: is damaged: what it holds is not what was written")
+    if fields["owner"] != owner:
+        raise SessionError(f"{path}: was saved with another checkpoint, dtype or image attention; load it with those")
+    arrays = mx.load(str(path), format="safetensors")
+    mx.eval(arrays)
+    return json.loads(fields["record"]), arrays
+
+
+def _header(fields: Mapping[str, str], arrays: Mapping[str, mx.array]) -> bytes:
+    """The beginning of a safetensors file, arrays in the order given."""
+    header, end = {"__metadata__": dict(fields)}, 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _digest(fields: Mapping[str, str]) -> Any:
+    """The beginning of a file's digest: all of its metadata."""
+    return hashlib.sha256(json.dumps(sorted(fields.items())).encode())
+
+
+def _of_data(file: BinaryIO, digest: Any) -> str:
+    """The digest of a file's metadata and data."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    file.seek(length, os.SEEK_CUR)
+    while piece := file.read(PIECE):
+        digest.update(piece)
+    return digest.hexdigest()
