@@ -1,7 +1,7 @@
 """How many denoising steps does the demo checkpoint need? Accuracy against steps per canvas, for every setting that decides.
 
     python benchmarks/steps.py                               the sweep: table and plot of docs/steps.md
-    python benchmarks/steps.py --presets --seed 2 --n 100    the presets, on other questions: its second table
+    python benchmarks/steps.py --presets --seed 3 --n 64     the presets, on other questions: its second table
 
 Questions and grading are those of examples/demo/evaluate.py (dgemma's `evaluate` extra), the same questions and seeds for
 every setting; an empty answer is a wrong one (`redraws=0`). Two groups are kept apart: captions and stories, whose words
