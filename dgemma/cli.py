@@ -500,7 +500,7 @@ def add_sampler_options(made: Parser, answers: bool = True) -> None:
     group.add_argument("--t-min", metavar="T", type=real, help="temperature that the last step nears")
     accept = group.add_mutually_exclusive_group()
     accept.add_argument("--entropy-bound", metavar="X", type=real, help="accept the surest positions up to X nats in sum")
-    accept.add_argument("--confidence-threshold", metavar="X", type=real, help="or: accept positions at least X sure")
+    accept.add_argument("--confidence-threshold", metavar="X", type=real, help="or: those at least X sure, and the surest below X")
     group.add_argument("--stability", metavar="N", type=whole, help="a block has settled when N steps changed nothing")
     group.add_argument("--confidence", metavar="X", type=real, help="... and its mean entropy is below X nats")
 

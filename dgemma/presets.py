@@ -13,8 +13,6 @@ from typing import Any
 
 from .errors import OptionError
 
-SAMPLERS = ("entropy_bound", "confidence_threshold")  # settings of which a call takes one
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -23,7 +21,6 @@ class Preset:
     steps: int | None = None
     t_min: float | None = None
     t_max: float | None = None
-    entropy_bound: float | None = None
     stability: int | None = None
     confidence: float | None = None
 
@@ -38,7 +35,7 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "quality": Preset(entropy_bound=0.05),
+        "quality": Preset(stability=2),
         "balanced": Preset(stability=0),
         "fast": Preset(steps=16, stability=0, confidence=0.1),
     }
@@ -56,7 +53,4 @@ def spell_out(settings: Mapping[str, Any]) -> dict[str, Any]:
         return given
     if not isinstance(name, str) or name not in PRESETS:
         raise OptionError(f"preset is {name!r}; one of {', '.join(PRESETS)} is needed (none: the checkpoint's own settings)")
-    meant = PRESETS[name].settings()
-    if any(sampler in given for sampler in SAMPLERS):  # the caller's sampler replaces the preset's, whichever it is
-        meant = {name: value for name, value in meant.items() if name not in SAMPLERS}
-    return meant | given
+    return PRESETS[name].settings() | given

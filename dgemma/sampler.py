@@ -67,7 +67,13 @@ class EntropyBound:
 
 @dataclass(frozen=True)
 class ConfidenceThreshold:
-    """Accept positions whose most likely token has at least probability `threshold`, and always the surest one."""
+    """Accept positions whose most likely token has at least probability `threshold`, and the surest one below it.
+
+    After the confidence-aware decoding of Fast-dLLM (Wu et al. 2025, arXiv:2505.22618), which takes the surest masked
+    position whatever its confidence, so that no step is idle. Here nothing is masked: a position that has settled is judged
+    again at every step and is the surest of all, so the one taken for progress has to be the surest of the others. Among
+    equals it is the first.
+    """
 
     threshold: float = 0.9
 
@@ -77,5 +83,7 @@ class ConfidenceThreshold:
 
     def accept(self, statistics: Statistics) -> mx.array:
         """True where a position is accepted, `[B, C]`."""
-        surest = statistics.confidence >= statistics.confidence.max(axis=-1, keepdims=True)
-        return (statistics.confidence >= self.threshold) | surest
+        settled = statistics.confidence >= self.threshold
+        undecided = mx.where(settled, -1.0, statistics.confidence)
+        surest = undecided.argmax(axis=-1, keepdims=True)  # [B, 1] a settled one, accepted as it is, where none is below
+        return mx.put_along_axis(settled, surest, mx.array(True), axis=-1)

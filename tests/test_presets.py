@@ -26,7 +26,7 @@ def changed(before, after):
 
 @pytest.mark.parametrize(
     "name, names",
-    [("quality", {"sampler"}), ("balanced", {"rule"}), ("fast", {"max_denoising_steps", "rule"})],
+    [("quality", {"rule"}), ("balanced", {"rule"}), ("fast", {"max_denoising_steps", "rule"})],
 )
 def test_a_preset_changes_what_it_says(pipe, name, names):
     options = with_settings(pipe.options, {"preset": name})
@@ -45,8 +45,16 @@ def test_none_of_them_is_the_checkpoints_own(pipe):
 def test_what_is_given_beside_a_preset_wins(pipe):
     fast = with_settings(pipe.options, {"preset": "fast"})
     assert with_settings(pipe.options, {"preset": "fast", "steps": 5}) == replace(fast, max_denoising_steps=5)
-    assert with_settings(pipe.options, {"preset": "quality", "entropy_bound": 0.3}).sampler == EntropyBound(0.3)
-    assert with_settings(pipe.options, {"preset": "quality", "confidence_threshold": 0.8}).sampler == ConfidenceThreshold(0.8)
+    quality = with_settings(pipe.options, {"preset": "quality"})
+    assert with_settings(pipe.options, {"preset": "quality", "stability": 1}) == pipe.options
+    for given, sampler in (({"entropy_bound": 0.3}, EntropyBound(0.3)), ({"confidence_threshold": 0.8}, ConfidenceThreshold(0.8))):
+        assert with_settings(pipe.options, {"preset": "quality", **given}) == replace(quality, sampler=sampler)
+
+
+def test_they_wait_longer_or_shorter_than_the_checkpoint(pipe):
+    own = pipe.options.rule
+    waits = {name: with_settings(pipe.options, {"preset": name}).rule for name in PRESETS}
+    assert waits["quality"] == replace(own, stability=own.stability + 1) and waits["balanced"] == replace(own, stability=0)
 
 
 @pytest.mark.parametrize("name", ["slow", "", 3, "Fast"])
