@@ -22,12 +22,13 @@ from . import backend, interoperation, tools, weights
 from .channels import CALL, TEXT, THOUGHT, Reader
 from .chat import Chat, Message, Prompt, pad
 from .config import GenerationConfig
-from .denoise import Block, Done, Options, Prefilled, Step, denoise
+from .denoise import Block, Done, Prefilled, denoise
 from .hub import Found, find
 from .infill import Filled, FillJob, ReviseJob, Revision
 from .model import DiffusionGemma
 from .reading import Read, ReadJob, SlotRead  # noqa: F401: a public name
 from .settings import FILL_SETTINGS, OF_THE_PROMPT, REVISE_SETTINGS, Request, is_batch, packing_of, split_settings
+from .step import Options, Step
 from .tools import ToolCall
 
 

@@ -12,9 +12,9 @@ from dgemma.attention import Packing
 
 from . import presets
 from .chat import Chat, Prompt, conversation
-from .denoise import Options, Pins
 from .errors import OptionError, PromptError
 from .sampler import ConfidenceThreshold, EntropyBound
+from .step import Options, Pins
 from .stopping import StableAndConfident
 
 # Settings that shape the prompt -> keywords of Chat.prompt.

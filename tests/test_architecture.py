@@ -26,8 +26,8 @@ FLOORS = [
     {"vision"},
     {"canvas"},
     {"model"},
-    {"denoise", "hub", "weights", "words"},
-    {"chat"},
+    {"hub", "step", "weights", "words"},
+    {"chat", "denoise"},
     {"interoperation", "settings"},
     {"reading"},
     {"infill"},
@@ -43,7 +43,7 @@ FLOORS = [
     {"cli", "server"},
 ]
 FLOOR = {module: height for height, floor in enumerate(FLOORS) for module in floor}
-BESIDE = {"sampler", "stopping"}  # they meet the model in denoise, and settings choose among them
+BESIDE = {"sampler", "stopping"}  # they meet the model in step and denoise, and settings choose among them
 MEASURES = {"runtime", "parts"}  # what bench and profile run: a block without end, and the sampler apart from the loop
 WITHOUT_MLX = {"errors", "config", "download", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
 WITHOUT_MLX |= {"channels", "presets", "results", "template", "tools", "turns"}
@@ -135,8 +135,8 @@ def test_imports_follow_the_arrows(module):
     assert not upward, f"only what stands below {module} may be imported: {upward}"
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - MEASURES - {"denoise", "settings"}))
-def test_sampler_and_stopping_meet_the_model_only_in_denoise(module):
+@pytest.mark.parametrize("module", sorted(set(MODULES) - MEASURES - {"denoise", "settings", "step"}))
+def test_sampler_and_stopping_meet_the_model_only_in_the_loop(module):
     assert not [name for _, name in imports(module) if name in BESIDE - {module}]
 
 
