@@ -33,8 +33,8 @@ FLOORS = [
     {"infill"},
     {"pipeline", "plan"},
     {"__init__"},  # the public names: what follows reads them like any other user
-    {"render", "writer"},
-    {"doctor", "fit", "info", "results", "runtime", "terminal"},
+    {"arguments", "render", "writer"},
+    {"doctor", "fit", "info", "parsers", "results", "runtime", "terminal"},
     {"convert", "parts", "talk"},
     {"control", "geometry"},
     {"subject"},
@@ -46,7 +46,7 @@ FLOOR = {module: height for height, floor in enumerate(FLOORS) for module in flo
 BESIDE = {"sampler", "stopping"}  # they meet the model in step and denoise, and settings choose among them
 MEASURES = {"runtime", "parts"}  # what bench and profile run: a block without end, and the sampler apart from the loop
 WITHOUT_MLX = {"errors", "config", "download", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
-WITHOUT_MLX |= {"channels", "presets", "results", "template", "tools", "turns"}
+WITHOUT_MLX |= {"arguments", "channels", "parsers", "presets", "results", "template", "tools", "turns"}
 LONGEST = 60
 
 
