@@ -92,6 +92,11 @@ class _Cache:
         """New rows as they are to be stored."""
         return self.packing.pack(new) if self.is_packed else new
 
+    @property
+    def is_trimmable(self) -> bool:
+        """Whether `trim` may drop positions."""
+        return self.trimmable > 0
+
     def reserve(self, length: int) -> None:
         """Say that `length` positions are to come in all: a buffer that grows is made that long at once.
 
@@ -207,13 +212,13 @@ class KVCache(_Cache):
         return type(self).restore(_selected(self.capture_rows(), rows), memo)
 
     @property
-    def is_trimmable(self) -> bool:
-        """Whether `trim` may drop positions."""
-        return self.offset > 0
+    def trimmable(self) -> int:
+        """How many of the newest positions `trim` may drop: all of them."""
+        return self.offset
 
     def trim(self, count: int) -> None:
         """Drop the newest `count` positions; ValueError when fewer are stored."""
-        if not 0 <= count <= self.offset:
+        if not 0 <= count <= self.trimmable:
             raise ValueError(f"cannot trim {count} positions: {self.offset} are stored")
         self.offset -= count
 
@@ -351,17 +356,16 @@ class RotatingKVCache(_Cache):
         return type(self).restore(_selected(self.capture_rows(), rows), self.window, memo)
 
     @property
-    def is_trimmable(self) -> bool:
-        """Whether `trim` may drop positions: nothing was evicted yet, or the last write was a concatenating one."""
-        return self.offset > 0 and (self._first == 0 or self._undoable > 0)
+    def trimmable(self) -> int:
+        """How many of the newest positions `trim` may drop: all while nothing was evicted, else those of a last concatenating write."""
+        return self.offset if self._first == 0 else self._undoable
 
     def trim(self, count: int) -> None:
         """Drop the newest `count` positions; ValueError when what they pushed out is gone."""
-        allowed = self.offset if self._first == 0 else self._undoable
-        if not 0 <= count <= allowed:
+        if not 0 <= count <= self.trimmable:
             raise ValueError(
                 f"cannot trim {count} positions of a ring of {self.window} at position {self.offset}: "
-                f"{allowed} can be taken back"
+                f"{self.trimmable} can be taken back"
             )
         if count == 0:
             return

@@ -96,7 +96,7 @@ def try_all_noise(pipe: Pipeline) -> None:
         start, colour = answer.removesuffix(".").rsplit(" ", 1)
         for (way, rows), end in zip(found.items(), (True, False)):
             job = ReadJob.of(
-                pipe.chat, pipe.options, text, [PICTURES / name], template=f"{start} [[c]].", choices={"c": [colour]}, end=end
+                pipe.processor, pipe.options, text, [PICTURES / name], template=f"{start} [[c]].", choices={"c": [colour]}, end=end
             )
             (question,), ((token,),) = job.questions, job.questions[0].slots[0].tokens
             line, place = question.line(0, 1, (), None)
@@ -108,7 +108,7 @@ def try_all_noise(pipe: Pipeline) -> None:
                 rows.append(np.array(mx.softmax(logits, axis=-1)[:, token]))
     for way, rows in found.items():
         right = np.concatenate(rows).reshape(-1, vocabulary)
-        worst = pipe.chat.pieces(right.mean(axis=0).argsort()[:3].tolist())
+        worst = pipe.processor.pieces(right.mean(axis=0).argsort()[:3].tolist())
         print(f"{way}: right colour {right.mean():.4f} over all noise, below 0.9 for {100 * (right < 0.9).mean():.1f} %, "
               f"least {right.min():.4f}; worst {worst}")  # fmt: skip
 
@@ -120,7 +120,7 @@ def check_pinned(pipe: Pipeline, count: int) -> None:
         texts, template = random_template(words, stream, pipe.model.config.canvas_length)
         filled = pipe.fill(template, QUESTION, seed=number, steps=2)
         rebuilt = b"".join(a.encode() + b.encode() for a, b in zip(texts, (*filled.holes, "")))
-        spoken = pipe.chat.decode(filled.tokens).encode()  # from the tokens of the canvas, not from the template
+        spoken = pipe.processor.decode(filled.tokens).encode()  # from the tokens of the canvas, not from the template
         kept += rebuilt == filled.text.encode() == spoken
         holes += len(filled.holes)
     print(f"pinned text byte-identical in {kept} of {count} results, around {holes} holes")

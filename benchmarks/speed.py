@@ -47,10 +47,10 @@ def measure_dgemma(seconds: float) -> dict[str, list[float]]:
 
     import mlx.core as mx
 
-    from dgemma.chat import conversation
+    from dgemma.processor import conversation
 
     pipe = dgemma.Pipeline.from_pretrained(DEMO, dtype=mx.float32)
-    prompt = pipe.chat.prompt(conversation(QUESTION, [PICTURE]), [PICTURE])
+    prompt = pipe.processor.prompt(conversation(QUESTION, [PICTURE]), [PICTURE])
     ids, model = as_batch(prompt.ids), pipe.model
 
     def prefill():

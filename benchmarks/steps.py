@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from evaluate import CHECKPOINT, SETS, Case, cases  # noqa: E402
 
 from dgemma import Pipeline  # noqa: E402: before mlx, so that a fast BLAS serves
-from dgemma.chat import pad  # noqa: E402
+from dgemma.processor import pad  # noqa: E402
 from dgemma.denoise import Block, denoise  # noqa: E402
 from dgemma.presets import PRESETS  # noqa: E402
 from dgemma.settings import with_settings  # noqa: E402
@@ -115,7 +115,7 @@ def batches(pipe: Pipeline, tasks: Sequence[str], n: int, seed: int) -> list[Bat
     found = []
     for begin in range(0, len(asked), BATCH):
         some, seeds = zip(*asked[begin : begin + BATCH])
-        prompts = [pipe.chat.prompt(c.messages(), [p.image for p in c.shown], budget=c.budget) for c in some]
+        prompts = [pipe.processor.prompt(c.messages(), [p.image for p in c.shown], budget=c.budget) for c in some]
         ids, padding = pad(prompts, pipe.model.config.text.pad_token_id)
         features = pipe.model.encode_images([image for one in prompts for image in one.images])
         mx.eval(features)
@@ -133,7 +133,7 @@ def answers(pipe: Pipeline, batch: Batch, settings: dict[str, Any]) -> Iterator[
                 tokens[row] += more
                 steps[row].append(taken)
     for case, row, taken in zip(batch.cases, tokens, steps):
-        yield case, pipe.chat.decode(row), taken
+        yield case, pipe.processor.decode(row), taken
 
 
 def measure(pipe: Pipeline, questions: list[Batch], settings: dict[str, Any]) -> Count:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import render
-from .chat import Message, conversation
+from .processor import Message, conversation
 from .errors import OptionError, PromptError
 from .infill import FillJob, ReviseJob
 from .model import DiffusionGemma
@@ -36,7 +36,7 @@ def read(args: argparse.Namespace, settings: Settings) -> int:
         own = {name: value for name, value in settings.items() if name in ("seed", "image_budget", "chunk")}
         options = replace(unloaded.options, packing=packing_of(dict(settings)))
         return ReadJob.of(
-            unloaded.chat, options, messages, images, template=args.template, choices=choices, **own, **more
+            unloaded.processor, options, messages, images, template=args.template, choices=choices, **own, **more
         )
 
     found = perform(args, job, lambda job, model: job.run(model))
@@ -54,7 +54,7 @@ def fill(args: argparse.Namespace, settings: Settings) -> int:
     def job(unloaded: Unloaded, messages: Sequence[Message], images: Sequence[str]) -> FillJob:
         given = settings | {"end": args.end} | ({} if args.width is None else {"width": args.width})
         own, options = split_settings(unloaded.options, given, FILL_SETTINGS)
-        return FillJob.of(unloaded.chat, options, template, messages, images, **own)
+        return FillJob.of(unloaded.processor, options, template, messages, images, **own)
 
     return show(args, perform(args, job, last))
 
@@ -65,7 +65,7 @@ def revise(args: argparse.Namespace, settings: Settings) -> int:
 
     def job(unloaded: Unloaded, messages: Sequence[Message], images: Sequence[str]) -> ReviseJob:
         own, options = split_settings(unloaded.options, settings | {"strength": args.strength}, REVISE_SETTINGS)
-        return ReviseJob.of(unloaded.chat, options, draft, messages, images, **own)
+        return ReviseJob.of(unloaded.processor, options, draft, messages, images, **own)
 
     return show(args, perform(args, job, last))
 

@@ -22,6 +22,7 @@ from . import kernels
 from .canvas import MANY
 from .errors import OptionError
 from .model import Cache, DiffusionGemma
+from .past import Past
 from .step import Canvas, Options, Pins, Step, begin_block, lay_out, read
 from .stopping import AnswerRule, cut
 
@@ -31,6 +32,7 @@ class Prefilled:
     """The prompt is in the caches."""
 
     prompt_tokens: tuple[int, ...]  # per row, images included, padding not
+    cached: int = 0  # of these, how many were there already (of a conversation)
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,23 @@ def denoise(
     canvas: np.ndarray | None = None,
     pins: Sequence[Pins] | None = None,
     judges: Sequence[AnswerRule] | None = None,
+    past: Past | None = None,
 ) -> Iterator[Event]:
     """Answer a batch of prompts `ids [B, L]`, row b beginning with `padding[b]` slots of padding.
 
-    `features` are the images' prompt rows (DiffusionGemma.encode_images), `seeds` one whole number a row, `canvas [B, C]`
+    `features` are the images' prompt rows (Past.features), `seeds` one whole number a row, `canvas [B, C]`
     tokens to begin the first block from, `pins` for each row the answer positions that hold a given token, `judges` for each
-    row what reads its blocks as they are finished.
+    row what reads its blocks as they are finished, `past` what the prompts are read into (None: new caches). Closed between
+    two events, it leaves there what was finished by then.
     """
     length, size = model.config.canvas_length, ids.shape[0]
     _check(model, options, size, seeds, canvas, pins)
     if judges is not None and len(judges) != size:
         raise OptionError(f"{size} prompt(s), {len(judges)} answer rule(s)")
-    caches = model.make_caches(padding, options.packing)
-    model.prefill(ids, features, caches, chunk)
+    past = past or Past(model, padding, options.packing)
+    cached = past.read(ids, features, chunk)
     hidden = padding if padding is not None else [0] * size
-    yield Prefilled(tuple(ids.shape[1] - int(p) for p in hidden))
+    yield Prefilled(tuple(ids.shape[1] - int(p) for p in hidden), cached)
 
     rows = [
         _Row(b, mx.random.key(seed), pins[b] if pins else {}, options.max_new_tokens, judges[b] if judges else None)
@@ -102,16 +106,15 @@ def denoise(
     everyone = list(rows)
     for block in range(-(-options.max_new_tokens // length)):
         start = canvas if block == 0 else None
-        tokens, steps = yield from _write_block(model, caches, rows, block, options, start)
+        tokens, steps = yield from _write_block(model, past.caches, rows, block, options, start)
         yield _finish_block(rows, block, tokens, steps, options)
         going = [i for i, row in enumerate(rows) if row.reason is None]
         if not going:
             break
         if len(going) < len(rows):  # finished rows leave the batch
             rows, tokens = [rows[i] for i in going], tokens[going]
-            memo = type(caches[0].memo)(None if padding is None else [padding[row.place] for row in rows])
-            caches = [cache.select(going, memo) for cache in caches]
-        model.extend(mx.array(tokens), caches)
+            past.keep(going)
+        past.write(tokens)
     yield Done(tuple(row.reason for row in everyone), tuple(row.redrawn for row in everyone))
 
 

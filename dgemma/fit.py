@@ -22,7 +22,7 @@ import mlx.core as mx
 from . import backend, flash, kernels, plain
 from .attention import Packing
 from .attention.caches import STEP
-from .chat import read_image_budget
+from .processor import read_image_budget
 from .canvas import MANY
 from .config import SLIDING, ModelConfig, TextConfig, VisionConfig
 from .errors import OptionError

@@ -18,10 +18,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .chat import Chat
 from .denoise import settle
 from .errors import OptionError, PromptError
 from .model import Cache, DiffusionGemma
+from .processor import Processor
 from .reading import MOST, Asked, check_width, control_ids, end_id, pieces_of, plain_ids, repeat
 from .settings import check_seed, whole
 from .step import FORBIDDEN, Allowed, Options, Step, seed_canvas
@@ -64,7 +64,7 @@ class Revision:
 class FillJob:
     """A template to be filled, checked and ready for a model."""
 
-    chat: Chat
+    processor: Processor
     asked: Asked
     template: Template
     pieces: Pieces
@@ -75,20 +75,20 @@ class FillJob:
 
     @classmethod
     def of(
-        cls, chat: Chat, options: Options, template: Any, prompt: Any, images: Any, *, seed: int = 0, width: int | None = None,
+        cls, processor: Processor, options: Options, template: Any, prompt: Any, images: Any, *, seed: int = 0, width: int | None = None,
         end: bool = True, image_budget: int | None = None, chunk: int | None = None,
     ) -> FillJob:  # fmt: skip
         """What Pipeline.fill is asked for. Raises PromptError, OptionError, ImageError."""
         parsed = parse(template)
         ranges = hole_lengths(parsed)
-        pieces = pieces_of(chat, parsed, end_id(chat, options) if end else None)
-        check_width(chat, len(pieces.canvas([one[0] for one in ranges])[0]), None)
+        pieces = pieces_of(processor, parsed, end_id(processor, options) if end else None)
+        check_width(processor, len(pieces.canvas([one[0] for one in ranges])[0]), None)
         tried = math.prod(map(len, ranges))
         if tried > LAYOUTS:
             raise OptionError(f"the holes' lengths make {tried} combinations; at most {LAYOUTS} are tried: narrow the ranges")
-        check_width(chat, len(pieces.canvas([one[-1] for one in ranges])[0]), width)
+        check_width(processor, len(pieces.canvas([one[-1] for one in ranges])[0]), width)
         return cls(
-            chat=chat, asked=Asked.of(chat, prompt, images, image_budget, chunk), template=parsed, pieces=pieces,
+            processor=processor, asked=Asked.of(processor, prompt, images, image_budget, chunk), template=parsed, pieces=pieces,
             layouts=tuple(itertools.product(*ranges)), options=options, seed=check_seed(seed), width=width,
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ class FillJob:
         first at a tie.
         """
         caches = self.asked.prefill(model, self.options)
-        allowed = text_tokens(self.chat, model)
+        allowed = text_tokens(self.processor, model)
         by_width: dict[int, list[int]] = {}
         for number, lengths in enumerate(self.layouts):
             by_width.setdefault(len(self.pieces.canvas(lengths, self.width)[0]), []).append(number)
@@ -137,7 +137,7 @@ class FillJob:
     def _filled(self, number: int, confidence: float, line: np.ndarray, steps: int) -> Filled:
         lengths = self.layouts[number]
         starts = self.pieces.canvas(lengths)[1]
-        spoken = [self.chat.decode(line[start : start + length]) for start, length in zip(starts, lengths)]
+        spoken = [self.processor.decode(line[start : start + length]) for start, length in zip(starts, lengths)]
         holes = tuple(text.removeprefix(lead) for text, lead in zip(spoken, self.template.leads))
         return Filled(
             text=self.template.filled(holes), holes=holes, lengths=lengths, confidence=confidence, steps=steps,
@@ -145,13 +145,13 @@ class FillJob:
         )  # fmt: skip
 
 
-def text_tokens(chat: Chat, model: DiffusionGemma) -> mx.array:
+def text_tokens(processor: Processor, model: DiffusionGemma) -> mx.array:
     """The bias `[3, V]` of the kinds PINNED, ANY and WORD: a hole takes no control token, and a word's hole keeps its space."""
-    vocabulary, known = model.config.text.vocab_size, len(chat.tokenizer)
+    vocabulary, known = model.config.text.vocab_size, len(processor.tokenizer)
     text = np.zeros(vocabulary, dtype=bool)
     text[:known] = True
-    text[[i for i in control_ids(chat) if i < vocabulary]] = False
-    names = chat.pieces(range(known))
+    text[[i for i in control_ids(processor) if i < vocabulary]] = False
+    names = processor.pieces(range(known))
     spaced = text.copy()
     spaced[:known] &= [name.startswith((" ", "Ġ")) for name in names]
     allowed = np.stack([np.ones(vocabulary, dtype=bool), text, spaced if spaced.any() else text])
@@ -165,7 +165,7 @@ def text_tokens(chat: Chat, model: DiffusionGemma) -> mx.array:
 class ReviseJob:
     """A draft to be written again, checked and ready for a model."""
 
-    chat: Chat
+    processor: Processor
     asked: Asked
     draft: tuple[int, ...]
     end: int
@@ -176,7 +176,7 @@ class ReviseJob:
 
     @classmethod
     def of(
-        cls, chat: Chat, options: Options, draft: Any, prompt: Any, images: Any, *, strength: float = 0.4, seed: int = 0,
+        cls, processor: Processor, options: Options, draft: Any, prompt: Any, images: Any, *, strength: float = 0.4, seed: int = 0,
         pins: Any = None, image_budget: int | None = None, chunk: int | None = None,
     ) -> ReviseJob:  # fmt: skip
         """What Pipeline.revise is asked for. Raises PromptError, OptionError, ImageError."""
@@ -184,14 +184,14 @@ class ReviseJob:
             raise PromptError(f"the draft is {draft!r}; a text to revise is needed")
         if any("\ud800" <= char <= "\udfff" for char in draft):
             raise PromptError("the draft is no Unicode text: half a surrogate pair")
-        ids, most = plain_ids(chat, draft, "the draft"), chat.config.canvas_length
+        ids, most = plain_ids(processor, draft, "the draft"), processor.config.canvas_length
         if len(ids) + 1 > most:
             raise PromptError(f"the draft takes {len(ids) + 1} tokens with its end; a canvas has {most}: shorten it")
         if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 < strength <= 1:
             raise OptionError(f"strength is {strength!r}; a number above 0 and at most 1 is needed (default 0.4)")
         return cls(
-            chat=chat, asked=Asked.of(chat, prompt, images, image_budget, chunk), draft=tuple(ids), end=end_id(chat, options),
-            strength=strength, pins=check_pins(pins, most, chat.config.text.vocab_size), options=options, seed=check_seed(seed),
+            processor=processor, asked=Asked.of(processor, prompt, images, image_budget, chunk), draft=tuple(ids), end=end_id(processor, options),
+            strength=strength, pins=check_pins(pins, most, processor.config.text.vocab_size), options=options, seed=check_seed(seed),
         )  # fmt: skip
 
     def run(self, model: DiffusionGemma) -> Iterator[Step | Revision]:
@@ -211,7 +211,7 @@ class ReviseJob:
         line = state.shown[0][0].tolist()
         stop = next((i for i, token in enumerate(line) if token in self.options.end_token_ids), length)
         yield Revision(
-            text=self.chat.decode(line[:stop]), tokens=tuple(line[:stop]), draft=self.draft, steps=int(state.steps[0]),
+            text=self.processor.decode(line[:stop]), tokens=tuple(line[:stop]), draft=self.draft, steps=int(state.steps[0]),
             renoised=tuple(i for i in renoised if i not in self.pins), seed=self.seed,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from . import backend
-from .chat import Chat, check_budget
+from .processor import Processor, check_budget
 from .config import GenerationConfig, ModelConfig
 from .errors import OptionError
 from .formats import Format, Quantization
@@ -73,7 +73,7 @@ def read_generation(theirs: Any, changes: Mapping[str, Any] | None = None) -> Ge
     return GenerationConfig.from_dict(raw | dict(changes or {}), source="mlx-vlm's generation_config")
 
 
-def read_chat(processor: Any, config: ModelConfig) -> Chat:
+def read_processor(processor: Any, config: ModelConfig) -> Processor:
     """Tokenizer, chat template and image budget of mlx-vlm's processor. OptionError when it is none."""
     # Whatever class it is of: transformers gives processors their parts as plain attributes.
     tokenizer = getattr(processor, "tokenizer", None)
@@ -81,7 +81,7 @@ def read_chat(processor: Any, config: ModelConfig) -> Chat:
         seen = f"{type(processor).__module__}.{type(processor).__qualname__}"
         raise OptionError(f"the processor is a {seen}; one with a tokenizer is needed, as in {LOAD}")
     budget = getattr(getattr(processor, "image_processor", None), "max_soft_tokens", None)
-    return Chat(
+    return Processor(
         tokenizer,
         config,
         image_budget=check_budget(budget, "mlx-vlm's image processor"),

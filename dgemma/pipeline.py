@@ -20,12 +20,13 @@ import mlx.core as mx
 
 from . import backend, interoperation, tools, weights
 from .channels import CALL, TEXT, THOUGHT, Reader
-from .chat import Chat, Message, Prompt, pad
+from .processor import Processor, Message, Prompt, pad
 from .config import GenerationConfig
 from .denoise import Block, Done, Prefilled, denoise
 from .hub import Found, find
 from .infill import Filled, FillJob, ReviseJob, Revision
 from .model import DiffusionGemma
+from .past import Past
 from .reading import Read, ReadJob, SlotRead  # noqa: F401: a public name
 from .settings import FILL_SETTINGS, OF_THE_PROMPT, REVISE_SETTINGS, Request, is_batch, packing_of, split_settings
 from .step import Options, Step
@@ -56,6 +57,7 @@ class Answer:
     seed: int
     seconds: Seconds
     peak_memory: int  # bytes, of the whole call
+    cached_tokens: int = 0  # of prompt_tokens, those that a session had encoded before
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     stop_string: str | None = None  # the one that ended the text, which ends before it
@@ -119,8 +121,8 @@ EVENTS = {TEXT: Text, THOUGHT: Thought, CALL: Called}
 class Pipeline:
     """A loaded checkpoint, ready to answer."""
 
-    def __init__(self, model: DiffusionGemma, chat: Chat, options: Options, load_seconds: float = 0.0):
-        self.model, self.chat, self.options = model, chat, options
+    def __init__(self, model: DiffusionGemma, processor: Processor, options: Options, load_seconds: float = 0.0):
+        self.model, self.processor, self.options = model, processor, options
         self.load_seconds = load_seconds
 
     @classmethod
@@ -160,8 +162,8 @@ class Pipeline:
         before mlx_vlm, so that a fast BLAS serves both. OptionError when these are not mlx-vlm's.
         """
         ours = interoperation.adopt(model, image_attention)
-        chat = interoperation.read_chat(processor, ours.config)
-        return cls(ours, chat, Options.of(interoperation.read_generation(model, generation_config)))
+        words = interoperation.read_processor(processor, ours.config)
+        return cls(ours, words, Options.of(interoperation.read_generation(model, generation_config)))
 
     def __call__(self, prompt: Any, images: Any = None, **settings: Any) -> Answer | list[Answer]:
         """Answer a prompt (a string or messages), or a list of prompts as one batch.
@@ -194,7 +196,7 @@ class Pipeline:
 
         Input is checked before the first event; closing the iterator stops between two steps.
         """
-        return self._run(Request.read(self, prompt, images, settings))
+        return self.run(Request.read(self, prompt, images, settings))
 
     # -- a canvas of which a part is given (dgemma.reading, dgemma.infill) -------------------------------------------
 
@@ -217,7 +219,7 @@ class Pipeline:
         image_budget, chunk, kv_bits, kv_group_size, kv_start: as of a call
         """
         options = replace(self.options, packing=packing_of(settings))
-        found = ReadJob.of(self.chat, options, prompt, images, template=template, choices=choices, **settings).run(self.model)
+        found = ReadJob.of(self.processor, options, prompt, images, template=template, choices=choices, **settings).run(self.model)
         return found if isinstance(template, (list, tuple)) else found[0]
 
     def fill(self, template: str, prompt: Any = None, images: Any = None, **settings: Any) -> Filled:
@@ -235,7 +237,7 @@ class Pipeline:
     def stream_fill(self, template: str, prompt: Any = None, images: Any = None, **settings: Any) -> Iterator[Step | Filled]:
         """The same, as events: Step after Step, whose `rows` number the combinations of lengths, and at last the Filled."""
         own, options = split_settings(self.options, settings, FILL_SETTINGS)
-        return FillJob.of(self.chat, options, template, prompt, images, **own).run(self.model)
+        return FillJob.of(self.processor, options, template, prompt, images, **own).run(self.model)
 
     def revise(self, draft: str, prompt: Any = None, images: Any = None, **settings: Any) -> Revision:
         """Write a draft again: `pipe.revise("A red circle.", "Caption this picture.", images=["a.png"], strength=0.4)`.
@@ -250,17 +252,19 @@ class Pipeline:
     def stream_revise(self, draft: str, prompt: Any = None, images: Any = None, **settings: Any) -> Iterator[Step | Revision]:
         """The same, as events: Step after Step, and at last the Revision."""
         own, options = split_settings(self.options, settings, REVISE_SETTINGS)
-        return ReviseJob.of(self.chat, options, draft, prompt, images, **own).run(self.model)
+        return ReviseJob.of(self.processor, options, draft, prompt, images, **own).run(self.model)
 
-    def _run(self, request: Request) -> Iterator[Event]:
+    def run(self, request: Request, past: Past | None = None) -> Iterator[Event]:
+        """The events of a request that has been read; `past` is what its prompts are read into, new caches unless given."""
         mx.reset_peak_memory()
         clock = _Clock()
         ids, padding = pad(request.prompts, self.model.config.text.pad_token_id)
-        features = self.model.encode_images([image for one in request.prompts for image in one.images])
+        past = past or Past(self.model, padding, request.options.packing)
+        features = past.features(ids, [image for one in request.prompts for image in one.images])
         mx.eval(features)
         images_seconds = clock.lap()
-        rows = [_Row(self.chat.reader(one, request.stops, request.thinking_budget)) for one in request.prompts]
-        prefill_seconds = 0.0
+        rows = [_Row(self.processor.reader(one, request.stops, request.thinking_budget)) for one in request.prompts]
+        prefill_seconds, cached = 0.0, 0
         for event in denoise(
             self.model,
             ids,
@@ -272,9 +276,10 @@ class Pipeline:
             canvas=request.canvas,
             pins=request.pins,
             judges=[row.reader for row in rows],
+            past=past,
         ):
             if isinstance(event, Prefilled):
-                prefill_seconds = clock.lap()
+                prefill_seconds, cached = clock.lap(), event.cached
             if isinstance(event, Done):
                 seconds = Seconds(
                     load=self.load_seconds, images=images_seconds, prefill=prefill_seconds, denoise=clock.lap()
@@ -282,7 +287,7 @@ class Pipeline:
                 for i, row in enumerate(rows):
                     row.reader.finish(cut=event.reasons[i] == "length")
                     yield from row.events(i)
-                yield Finished(tuple(self._answer(request, i, row, event, seconds) for i, row in enumerate(rows)))
+                yield Finished(tuple(self._answer(request, i, row, event, seconds, cached) for i, row in enumerate(rows)))
                 return
             yield event
             if isinstance(event, Block):
@@ -291,7 +296,7 @@ class Pipeline:
                     rows[i].steps.append(steps)
                     yield from rows[i].events(i)
 
-    def _answer(self, request: Request, i: int, row: _Row, done: Done, seconds: Seconds) -> Answer:
+    def _answer(self, request: Request, i: int, row: _Row, done: Done, seconds: Seconds, cached: int) -> Answer:
         return Answer(
             text=row.reader.text,
             thinking=row.reader.thinking,
@@ -300,6 +305,7 @@ class Pipeline:
             tokens=tuple(row.tokens),
             finish_reason=done.reasons[i],
             prompt_tokens=len(request.prompts[i].ids),
+            cached_tokens=cached,
             image_tokens=request.prompts[i].image_tokens,
             steps=tuple(row.steps),
             redrawn=done.redrawn[i],
@@ -322,15 +328,15 @@ class Unloaded:
         return weights.Checkpoint.open(self.found.folder, self.found.headers())
 
     @cached_property
-    def chat(self) -> Chat:
+    def processor(self) -> Processor:
         """Tokenizer and template."""
-        return Chat.open(self.found.folder, self.opened.config)
+        return Processor.open(self.found.folder, self.opened.config)
 
     def check(self, image_attention: str = "encoder-window", dtype: mx.Dtype | None = None) -> None:
         """Raise what loading would raise, but for the weights' own bytes."""
         weights.check_dtype(dtype or backend.activation_dtype(self.opened.dtype))
         DiffusionGemma(self.opened.config, image_attention)  # arrays are lazy: this costs nothing
-        _ = self.chat
+        _ = self.processor
 
     def check_request(self, prompt: Any, images: Any = None, **settings: Any) -> tuple[Prompt, ...]:
         """Raise what Pipeline.stream would raise for these; returns the prompts as the model will read them."""
@@ -355,7 +361,7 @@ class Unloaded:
         """The loaded pipeline."""
         self.fetch()
         model = weights.load(self.opened, image_attention, dtype, progress)
-        return Pipeline(model, self.chat, self.options, time.perf_counter() - self._began)
+        return Pipeline(model, self.processor, self.options, time.perf_counter() - self._began)
 
 
 @dataclass

@@ -26,10 +26,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .chat import TURN_TOKENS, Chat, Message, Prompt, conversation
 from .denoise import settle
 from .errors import OptionError, PromptError
 from .model import Cache, DiffusionGemma
+from .processor import TURN_TOKENS, Message, Processor, Prompt, conversation
 from .settings import check_seed, whole
 from .step import Options, seed_canvas
 from .template import FREE, Pieces, Slot, Template, parse, read_slots
@@ -105,13 +105,13 @@ class Asked:
     chunk: int | None
 
     @classmethod
-    def of(cls, chat: Chat, prompt: Any, images: Any, budget: int | None, chunk: int | None) -> Asked:
+    def of(cls, processor: Processor, prompt: Any, images: Any, budget: int | None, chunk: int | None) -> Asked:
         """`prompt` as Pipeline.stream takes one; None for pictures alone. PromptError, ImageError, OptionError."""
         pictures = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
         if prompt is None and not pictures:
             raise PromptError("neither a prompt nor a picture is given; the canvas has to stand after something")
-        read = chat.prompt(_messages(prompt, pictures), pictures, budget=budget)
-        room, limit = chat.config.canvas_length, chat.config.text.max_position_embeddings
+        read = processor.prompt(_messages(prompt, pictures), pictures, budget=budget)
+        room, limit = processor.config.canvas_length, processor.config.text.max_position_embeddings
         if len(read.ids) + room > limit:
             raise PromptError(f"the prompt has {len(read.ids)} tokens and the canvas {room}; the context is {limit}: shorten the prompt")
         if chunk is not None:
@@ -139,36 +139,36 @@ def repeat(caches: Sequence[Cache], rows: int) -> Sequence[Cache]:
     return [cache.select([0] * rows, memo) for cache in caches]
 
 
-def plain_ids(chat: Chat, text: str, what: str) -> list[int]:
+def plain_ids(processor: Processor, text: str, what: str) -> list[int]:
     """Token ids of a text that a canvas is to hold. PromptError when it spells a control token."""
-    ids = chat.tokenizer.encode(text, add_special_tokens=False)
-    control = next((token for token in ids if token in control_ids(chat)), None)
+    ids = processor.tokenizer.encode(text, add_special_tokens=False)
+    control = next((token for token in ids if token in control_ids(processor)), None)
     if control is not None:
-        name = chat.tokenizer.convert_ids_to_tokens([control])[0]
+        name = processor.tokenizer.convert_ids_to_tokens([control])[0]
         raise PromptError(f"{what} spells {name}, a control token; put a space inside it")
     return ids
 
 
-def control_ids(chat: Chat) -> frozenset[int]:
+def control_ids(processor: Processor) -> frozenset[int]:
     """The tokens that are no text."""
-    return frozenset(i for i, token in chat.tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset(i for i, token in processor.tokenizer.added_tokens_decoder.items() if token.special)
 
 
-def end_id(chat: Chat, options: Options) -> int:
+def end_id(processor: Processor, options: Options) -> int:
     """The token that ends an answer: the end of the turn, if the checkpoint stops at it."""
-    turn = chat.tokenizer.convert_tokens_to_ids(TURN_TOKENS[1])
+    turn = processor.tokenizer.convert_tokens_to_ids(TURN_TOKENS[1])
     return turn if turn in options.end_token_ids else options.end_token_ids[0]
 
 
-def pieces_of(chat: Chat, template: Template, end: int | None) -> Pieces:
+def pieces_of(processor: Processor, template: Template, end: int | None) -> Pieces:
     """The template's text as token ids; `end` is pinned behind it unless it is None."""
-    texts = tuple(tuple(plain_ids(chat, text, "the template")) for text in template.texts)
+    texts = tuple(tuple(plain_ids(processor, text, "the template")) for text in template.texts)
     return Pieces(texts, () if end is None else (end,))
 
 
-def check_width(chat: Chat, longest: int, width: Any) -> None:
+def check_width(processor: Processor, longest: int, width: Any) -> None:
     """PromptError when a canvas of `longest` tokens is too long, OptionError when `width` is out of range."""
-    most = chat.config.canvas_length
+    most = processor.config.canvas_length
     if longest > most:
         raise PromptError(f"the template takes {longest} tokens, filled and ended; a canvas has {most}: shorten it")
     if width is not None and not longest <= whole("width", width, 1) <= most:
@@ -215,7 +215,7 @@ class ReadJob:
 
     @classmethod
     def of(
-        cls, chat: Chat, options: Options, prompt: Any, images: Any, *, template: Any, choices: Any, steps: int = 1, seed: int = 0,
+        cls, processor: Processor, options: Options, prompt: Any, images: Any, *, template: Any, choices: Any, steps: int = 1, seed: int = 0,
         draws: int = 1, width: int | None = None, temperature: float = 1.0, end: bool = True, image_budget: int | None = None, chunk: int | None = None,
     ) -> ReadJob:  # fmt: skip
         """What Pipeline.read is asked for. Raises PromptError, OptionError, ImageError."""
@@ -227,18 +227,18 @@ class ReadJob:
         if len(given) != len(written):
             raise OptionError(f"{len(given)} dicts of choices for {len(written)} template(s); one for all, or one for each is needed")
         shared = frozenset(name for one in templates for name in one.marks) if isinstance(choices, Mapping) else frozenset()
-        closing = end_id(chat, options) if end else None
-        encode = lambda text: plain_ids(chat, text, "a choice")
+        closing = end_id(processor, options) if end else None
+        encode = lambda text: plain_ids(processor, text, "a choice")
         questions = tuple(
-            Question(pieces_of(chat, one, closing), read_slots(one, words, encode, shared)) for one, words in zip(templates, given)
+            Question(pieces_of(processor, one, closing), read_slots(one, words, encode, shared)) for one, words in zip(templates, given)
         )
-        check_width(chat, max(one.longest for one in questions), width)
+        check_width(processor, max(one.longest for one in questions), width)
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
             raise OptionError(f"temperature is {temperature!r}; a finite number above 0 is needed (default 1)")
         for name, value in (("steps", steps), ("draws", draws)):
             whole(name, value, 1)
         return cls(
-            asked=Asked.of(chat, prompt, images, image_budget, chunk), templates=templates, written=written, questions=questions,
+            asked=Asked.of(processor, prompt, images, image_budget, chunk), templates=templates, written=written, questions=questions,
             options=options, steps=steps, seed=check_seed(seed), draws=draws, width=width, temperature=temperature,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ CONTROL, BREAK, HIDDEN = "·", "↵", "░"  # a control token, a line break ins
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h\x1b[?25l", "\x1b[?2026l"  # one update at once, where the terminal knows how
 SHOW_CURSOR, ERASE_ROW = "\x1b[?25h", "\x1b[K\n"
 
-Pieces = Callable[[Sequence[int]], list[str]]  # Chat.pieces
+Pieces = Callable[[Sequence[int]], list[str]]  # Processor.pieces
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ import numpy as np
 from dgemma.attention import Packing
 
 from . import presets
-from .chat import Chat, Prompt, conversation
 from .errors import OptionError, PromptError
+from .processor import Processor, Prompt, conversation
 from .sampler import ConfidenceThreshold, EntropyBound
 from .step import Options, Pins
 from .stopping import StableAndConfident
 
-# Settings that shape the prompt -> keywords of Chat.prompt.
+# Settings that shape the prompt -> keywords of Processor.prompt.
 OF_THE_PROMPT = {"image_budget": "budget", "tools": "tools", "enable_thinking": "thinking"}
 FILL_SETTINGS = ("seed", "width", "end", "image_budget", "chunk")
 REVISE_SETTINGS = ("seed", "strength", "pins", "image_budget", "chunk")
@@ -30,7 +30,7 @@ class Opened(Protocol):
     """A checkpoint with its weights (Pipeline) or before them (Unloaded)."""
 
     options: Options
-    chat: Chat  # asked for last: wrong settings are refused before a tokenizer is read
+    processor: Processor  # asked for last: wrong settings are refused before a tokenizer is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class Request:
         _flag("enable_thinking", how.get("thinking", False))
         rest = {name: value for name, value in rest.items() if name not in OF_THE_PROMPT}
         request = cls.of(of.options, len(prompts), batch, rest)
-        chat = of.chat
-        read = [chat.prompt(conversation(one, own), own, **how) for one, own in zip(prompts, pictures)]
-        chat.reader(read[0], request.stops, request.thinking_budget)  # refuses what this tokenizer cannot do
-        longest, limit = max(len(one.ids) for one in read), chat.config.text.max_position_embeddings
-        room = -(-request.options.max_new_tokens // chat.config.canvas_length) * chat.config.canvas_length
+        processor = of.processor
+        read = [processor.prompt(conversation(one, own), own, **how) for one, own in zip(prompts, pictures)]
+        processor.reader(read[0], request.stops, request.thinking_budget)  # refuses what this tokenizer cannot do
+        longest, limit = max(len(one.ids) for one in read), processor.config.text.max_position_embeddings
+        room = -(-request.options.max_new_tokens // processor.config.canvas_length) * processor.config.canvas_length
         if longest + room > limit:
             raise PromptError(
                 f"the prompt has {longest} tokens and the answer may take {room}; the context is {limit}: "

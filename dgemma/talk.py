@@ -20,7 +20,7 @@ from dgemma.attention import Packing
 from dgemma.vision import load_image
 
 from . import backend, fit, render
-from .chat import Message, Prompt, conversation
+from .processor import Message, Prompt, conversation
 from .errors import OutputError, PromptError, UserError
 from .hub import find
 from .pipeline import Event, Finished, Pipeline, Unloaded
@@ -132,9 +132,9 @@ def load(unloaded: Unloaded, args: argparse.Namespace, progress: Progress, job: 
 
 def watcher(pipe: Pipeline, settings: Settings) -> Watch:
     """What draws this checkpoint's canvases."""
-    special = (i for i, token in pipe.chat.tokenizer.added_tokens_decoder.items() if token.special)
+    special = (i for i, token in pipe.processor.tokenizer.added_tokens_decoder.items() if token.special)
     steps = spell_out(settings).get("steps") or pipe.options.max_denoising_steps
-    return Watch(render.Inks(pipe.chat.pieces, frozenset(special)), steps)
+    return Watch(render.Inks(pipe.processor.pieces, frozenset(special)), steps)
 
 
 def begin(system: str | None) -> list[Message]:
@@ -227,7 +227,7 @@ class Conversation:
         """Pictures for the next message; all of them or, when one is bad, none."""
         found = []
         for name in names:
-            self.pipe.chat.prompt(conversation("?", [name]), [home(name)], budget=self._budget)  # would it do?
+            self.pipe.processor.prompt(conversation("?", [name]), [home(name)], budget=self._budget)  # would it do?
             found.append((name, load_image(home(name))))
         self.pictures += found
 

@@ -51,7 +51,7 @@ def record(pipe, events):
 
 
 def words(pipe, ids):
-    return [clean(piece) for piece in pipe.chat.pieces(ids)]
+    return [clean(piece) for piece in pipe.processor.pieces(ids)]
 
 
 def clean(piece):

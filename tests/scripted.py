@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from dgemma import Pipeline, words
-from dgemma.chat import Chat
 from dgemma.config import GenerationConfig, ModelConfig
 from dgemma.hub import DEMO
+from dgemma.processor import Processor
 from dgemma.step import Options
 
 Script = Callable[[int, list[int]], Sequence[int]]  # block, canvas as it is -> what the model believes it should be
@@ -81,14 +81,14 @@ class Scripted:
         return mx.zeros((len(probabilities), 1))
 
 
-def chat(template: str | None = TEMPLATE, canvas: int = 8) -> Chat:
+def processor(template: str | None = TEMPLATE, canvas: int = 8) -> Processor:
     """The demo's tokenizer with a template, for canvases of that length."""
-    return Chat(words.load(DEMO), replace(ModelConfig.read(DEMO), canvas_length=canvas), template=template)
+    return Processor(words.load(DEMO), replace(ModelConfig.read(DEMO), canvas_length=canvas), template=template)
 
 
 def pipeline(*scripts: Script | Sequence[int], canvas: int = 8, room: int = 400, template: str | None = TEMPLATE) -> Pipeline:
     """A pipeline whose row i writes what `scripts[i]` says: a script, or token ids that go on from block to block."""
-    talk = chat(template, canvas)
+    talk = processor(template, canvas)
     rows = [one if callable(one) else _straight(list(one), canvas) for one in scripts]
     options = replace(Options.of(GenerationConfig.read(DEMO)), max_new_tokens=room)
     return Pipeline(Scripted(talk.config, rows), talk, options)

@@ -12,7 +12,7 @@ import scripted
 from dgemma import Block, Called, Finished, OptionError, Pipeline, PromptError, Text, Thought
 from dgemma.channels import Stops
 
-CHAT = scripted.chat()
+CHAT = scripted.processor()
 CLOSE, END = CHAT.marks.thought_end, 6
 SAID = '<|channel>thought\nA star, or two?\nTwo.<channel|>I see two stars.<|tool_call>call:draw{what:<|"|>a "{star}", [red]<|"|>,n:2}<tool_call|>'
 
@@ -228,7 +228,7 @@ def test_on_the_demo_itself_a_budget_holds_what_was_written():
     found = pipe("Count from 3 to 24.", pins={0: CHAT.marks.thought}, thinking_budget=5, max_new_tokens=64)
     tokens = list(found.tokens)
     assert tokens[0] == CHAT.marks.thought and CLOSE in tokens
-    assert len(ids(found.thinking)) <= 5 and pipe.chat.decode(tokens[tokens.index(CLOSE) :]).startswith(found.text[:5])
+    assert len(ids(found.thinking)) <= 5 and pipe.processor.decode(tokens[tokens.index(CLOSE) :]).startswith(found.text[:5])
 
 
 # -- stops ------------------------------------------------------------------------------------------------------------

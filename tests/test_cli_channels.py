@@ -27,7 +27,7 @@ def run(tmp_path, capsys, monkeypatch):
 
     def call(said: str, *argv: str) -> tuple[int, str, str]:
         model = scripted.pipeline([*ids(said), END]).model
-        monkeypatch.setattr(Unloaded, "load", lambda self, *_, **__: Pipeline(model, self.chat, self.options))
+        monkeypatch.setattr(Unloaded, "load", lambda self, *_, **__: Pipeline(model, self.processor, self.options))
         code = cli.main(["generate", "--model", str(folder), *argv, "Hi"])
         return code, *capsys.readouterr()
 

@@ -34,7 +34,7 @@ def picture():
 
 
 def encode(pipe, text):
-    return pipe.chat.tokenizer.encode(text, add_special_tokens=False)
+    return pipe.processor.tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_the_text_around_holes_is_pinned_at_every_step(pipe):
@@ -74,7 +74,7 @@ def test_pinned_text_is_byte_identical_in_every_result(pipe):
             assert spoken[at : at + len(part)] == part
             at += len(part)
         assert at == len(spoken)
-        assert pipe.chat.decode(filled.tokens) == filled.text  # the tokens say the same as the text
+        assert pipe.processor.decode(filled.tokens) == filled.text  # the tokens say the same as the text
         for text in texts:
             assert not text or set(encode(pipe, text.removesuffix(" "))) <= set(filled.tokens)
 
@@ -102,7 +102,7 @@ def test_confidence_is_the_mean_log_probability_of_the_canvas(pipe):
     (a, b, c, d), end = filled.tokens, 6
     line = [a, b, c, d, end]
     caches = pipe.model.make_caches()
-    pipe.model.prefill(np.array([pipe.chat.prompt([{"role": "user", "content": "Hi?"}]).ids]), [], caches)
+    pipe.model.prefill(np.array([pipe.processor.prompt([{"role": "user", "content": "Hi?"}]).ids]), [], caches)
     logits = np.array(pipe.model.canvas_logits(mx.array([line]), caches))[0].astype(float)
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     assert filled.confidence == pytest.approx(np.mean([logs[i, token] for i, token in enumerate(line)]), abs=1e-4)
@@ -125,7 +125,7 @@ def test_a_revision_begins_from_the_draft(pipe):
     first, *_, made = pipe.stream_revise("abcdef", "Hi?", strength=0.5, seed=3)
     assert isinstance(first, Step) and isinstance(made, Revision)
     assert made.draft == tuple(encode(pipe, "abcdef")) and len(made.renoised) == round(0.5 * 7)
-    assert made.text == pipe.chat.decode(made.tokens)
+    assert made.text == pipe.processor.decode(made.tokens)
     assert pipe.revise("abcdef", "Hi?", strength=0.5, seed=3) == made
     assert pipe.revise("abcdef", "Hi?", strength=0.5, seed=4).renoised != made.renoised
 

@@ -234,7 +234,7 @@ def test_answers_are_those_of_our_own_loading(load, folders, pictures, kind, mon
     monkeypatch.setattr(weights.Checkpoint, "unpacks", lambda *_: False)  # packed weights stay packed, as mlx-vlm's do
     theirs, ours = Pipeline.from_mlx_vlm(*load(folders[kind])), Pipeline.from_pretrained(folders[kind])
     assert theirs.options == ours.options and theirs.options.t_max == 0.7
-    assert theirs.chat.image_budget == ours.chat.image_budget == 70
+    assert theirs.processor.image_budget == ours.processor.image_budget == 70
     images = [] if kind == "text" else [str(pictures / "shapes.png")]
     for prompt, sources in (("Hello there.", images), ("Another?", [])):
         got, expected = (pipe(prompt, images=sources, seed=3) for pipe in (theirs, ours))

@@ -7,7 +7,7 @@ from PIL import Image
 import dgemma
 from dgemma import Block, Finished, OptionError, Pipeline, Prefilled, PromptError, Step, Text
 from dgemma.channels import TextStream
-from dgemma.chat import conversation, fill_images
+from dgemma.processor import conversation, fill_images
 
 C = 8
 
@@ -33,7 +33,7 @@ def test_stream_equals_collected(pipe):
 
 def test_counters_are_honest(pipe):
     answer = pipe("Hello.", images=[picture(), picture()], seed=1, max_new_tokens=11)
-    one = pipe.chat.prompt(conversation("Hello.", [picture(), picture()]), [picture(), picture()])
+    one = pipe.processor.prompt(conversation("Hello.", [picture(), picture()]), [picture(), picture()])
     assert answer.prompt_tokens == len(one.ids) and answer.image_tokens == sum(i.soft_tokens for i in one.images)
     assert answer.generated_tokens == len(answer.tokens) <= 11
     assert answer.blocks == len(answer.steps)
@@ -70,7 +70,7 @@ def test_several_turns(pipe):
         {"role": "assistant", "content": "Yes."},
         {"role": "user", "content": "Two?"},
     ]
-    rendered = pipe.chat.render(fill_images(turns, [picture()])[0])
+    rendered = pipe.processor.render(fill_images(turns, [picture()])[0])
     assert rendered == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\n<|image|>One.<turn|>\n"
         "<|turn>model\nYes.<turn|>\n<|turn>user\nTwo?<turn|>\n<|turn>model\n"
@@ -79,7 +79,7 @@ def test_several_turns(pipe):
 
 
 def test_an_image_is_begin_soft_tokens_end(pipe):
-    prompt = pipe.chat.prompt(conversation("Hi", [picture()]), [picture()])
+    prompt = pipe.processor.prompt(conversation("Hi", [picture()]), [picture()])
     config, ids = pipe.model.config, list(prompt.ids)
     begin = ids.index(config.boi_token_id)
     soft = prompt.images[0].soft_tokens
@@ -89,7 +89,7 @@ def test_an_image_is_begin_soft_tokens_end(pipe):
 
 def test_the_checkpoints_image_budget_is_the_default(pipe):
     large = Image.new("RGB", (1000, 1000))
-    soft = lambda **more: pipe.chat.prompt(conversation("Hi", [large]), [large], **more).image_tokens
+    soft = lambda **more: pipe.processor.prompt(conversation("Hi", [large]), [large], **more).image_tokens
     assert soft() <= 70 < soft(budget=140) <= 140
     assert pipe("Hi", images=[large], image_budget=140).image_tokens == soft(budget=140)
 

@@ -87,7 +87,7 @@ def test_a_read_adds_up(pipe, more):
 
 def test_choices_are_what_the_table_says(pipe):
     slot = pipe.read("Hi?", **MIXED)["b"]
-    one = pipe.chat.tokenizer.encode("1", add_special_tokens=False)[0]
+    one = pipe.processor.tokenizer.encode("1", add_special_tokens=False)[0]
     assert slot.logprob(one) == pytest.approx(slot.logprobs["1"], abs=1e-6)
     assert slot.mass == pytest.approx(math.exp(slot.logprobs["1"]) + math.exp(slot.logprobs["2"]))
 
@@ -96,7 +96,7 @@ def test_all_texts_of_a_length_add_up_to_one(pipe):
     """The product over positions is a distribution: over all second characters it adds up to the first one's probability."""
     known = [c for c in "abcdefghijklmnopqrstuvwxyz"]
     slot = pipe.read("Hi?", template="[[a]]", choices={"a": [f"q{c}" for c in known]})["a"]
-    first = slot.logprob(pipe.chat.tokenizer.encode("q", add_special_tokens=False)[0])
+    first = slot.logprob(pipe.processor.tokenizer.encode("q", add_special_tokens=False)[0])
     assert slot.mass < math.exp(first) + 1e-6  # the other characters have the rest
     assert list(slot.tables) == [2] and slot.tables[2].shape == (2, pipe.model.config.text.vocab_size)
 

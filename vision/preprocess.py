@@ -8,6 +8,7 @@ never made. A photograph of 12 megapixels takes 0.15 s so, and 0.5 s through the
 import base64
 import binascii
 import functools
+import hashlib
 import io
 import math
 import os
@@ -76,17 +77,24 @@ class Patches:
         x, y = self.positions[-1]
         return int(x) + 1, int(y) + 1
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """What tells it from other pictures: a SHA-256 of grid and pixels, and so of content, budget and shape."""
+        return hashlib.sha256(repr(self.grid).encode() + self.pixels.tobytes()).hexdigest()
+
 
 def preprocess(source, *, budget: int = 280, patch_size: int = 16, pooling: int = 3, label: str = "image") -> Patches:
     """Resize a picture to at most `budget` soft tokens, aspect kept, and cut it into patches.
 
-    source: whatever `load_image` takes. Raises OptionError for another budget, ImageError for a picture that cannot be
+    source: whatever `load_image` takes; Patches are taken as they are. Raises OptionError for another budget, ImageError for a picture that cannot be
     read or is longer than `budget` times its shorter side: no grid of soft tokens could hold its shape (there the
     reference squeezes it).
     """
     if type(budget) is not int or budget not in BUDGETS:
         allowed = ", ".join(map(str, BUDGETS))
         raise OptionError(f"image budget {budget!r}: allowed are {allowed} soft tokens an image")
+    if isinstance(source, Patches):
+        return _checked(source, patch_size, pooling, label)
     image = load_image(source, label=label)
     short, long = sorted(image.size)
     if long > budget * short:
@@ -97,6 +105,13 @@ def preprocess(source, *, budget: int = 280, patch_size: int = 16, pooling: int 
     pixels, positions, resized = _cut(image, budget * pooling**2, patch_size, pooling)
     soft_tokens = len(pixels) // pooling**2
     return Patches(pixels=pixels, positions=positions, soft_tokens=soft_tokens, size=image.size, resized=resized)
+
+
+def _checked(patches: Patches, patch_size: int, pooling: int, label: str) -> Patches:
+    """Patches that were cut for a model with the same eyes; ImageError for others."""
+    if patches.pixels.shape != (patches.soft_tokens * pooling**2, patch_size**2 * 3):
+        raise ImageError(f"{label}: patches of another model (shape {patches.pixels.shape}); give the picture itself")
+    return patches
 
 
 def load_image(source, *, label: str = "image") -> Image.Image:

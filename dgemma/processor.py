@@ -53,7 +53,7 @@ class Prompt:
         return sum(image.soft_tokens for image in self.images)
 
 
-class Chat:
+class Processor:
     """The tokenizer and chat template of one checkpoint."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Chat:
         self._hidden = frozenset(added[name] for name in self._reserved)
 
     @classmethod
-    def open(cls, folder: str | Path, config: ModelConfig) -> Chat:
+    def open(cls, folder: str | Path, config: ModelConfig) -> Processor:
         """The tokenizer and template in a checkpoint folder. CheckpointError names what is missing or damaged."""
         if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
             raise CheckpointError(f"{folder}: no tokenizer.json; a checkpoint folder holds its tokenizer")

@@ -1,0 +1,246 @@
+"""What is remembered of one conversation, so that only what is new in it is encoded.
+
+    prompt of this turn      <bos> system, question, answer, question ...      token ids and pictures
+    what was encoded         <bos> system, question, answer                    ^ as far as these agree it can be kept
+
+The caches are cut back to the longest part that the two share and the rest is encoded. Full layers forget their newest
+positions at will. Sliding layers cannot once their ring has wrapped: for them rows are kept, in temporal order, at some of the
+places where an encoder pass ended (`cuts`): the end of every prompt, and every so many tokens. Those copies and the pictures'
+features share a number of bytes; what was used least recently goes first.
+
+Cuts outlive the caches. A prompt that is encoded again is encoded in the passes of the first time, so that what comes out
+is the same to the last bit, whatever was still in memory (warm = cold).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dgemma.attention import CacheRows, Packing, RotatingKVCache
+from dgemma.vision import Patches
+
+from .errors import OptionError
+from .model import CHUNK, Cache, DiffusionGemma, chunks
+from .past import Past
+
+EVERY = 1024  # positions between two copies of the sliding layers' rows; their window in the released checkpoint
+BUDGET = 1 << 31  # bytes of those copies and the pictures' features
+Spelled = list[int | str]  # token ids, an image's soft tokens replaced by its digest
+
+
+class Kept:
+    """Things under a budget of bytes; what was used least recently goes first, what is too large does not come in."""
+
+    def __init__(self, budget: int):
+        self.budget, self.nbytes = budget, 0
+        self._things: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._things
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tuple(self._things))  # from the least recently used on
+
+    def put(self, key: Any, thing: Any, nbytes: int) -> None:
+        """Keep a thing, as the one used last."""
+        self.drop(key)
+        if nbytes > self.budget:
+            return
+        self._things[key], self.nbytes = (thing, nbytes), self.nbytes + nbytes
+        while self.nbytes > self.budget:
+            self.drop(next(iter(self._things)))
+
+    def get(self, key: Any) -> Any:
+        """The thing of that key, used now; None when it is not kept."""
+        if key not in self._things:
+            return None
+        self._things.move_to_end(key)
+        return self._things[key][0]
+
+    def drop(self, key: Any) -> None:
+        """Let go of a thing, if it is there."""
+        self.nbytes -= self._things.pop(key, (None, 0))[1]
+
+
+class Memory(Past):
+    """The caches of a conversation of one row, and what it takes to cut them back.
+
+    `every` positions lie at most between two copies of the sliding layers' rows, `budget` bytes are for those and for the features
+    of pictures. The caches themselves are not counted: they are as long as the conversation.
+    """
+
+    def __init__(self, model: DiffusionGemma, packing: Packing | None = None, *, every: int = EVERY, budget: int = BUDGET):
+        super().__init__(model, None, packing)
+        for name, value, least in (("snapshot_every", every, 1), ("snapshot_bytes", budget, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"{name} is {value!r}; a whole number of at least {least} is needed")
+        self.packing, self.every, self.kept = packing, every, Kept(budget)
+        self.spelled: Spelled = []  # what has been encoded; it may be longer than what the caches hold
+        self.cuts: list[int] = []  # ends of the passes in which it was, ascending
+        self._coming: Spelled = []
+        self._torn = False
+
+    # -- a past (past.Past) -------------------------------------------------------------------------------------------
+
+    def features(self, ids: np.ndarray, images: Sequence[Patches]) -> list[mx.array]:
+        """Cut back to what the prompt `ids [1, L]` shares with what was encoded; the features of the images after that."""
+        self._coming, begins = spell(ids[0].tolist(), images, self.model.config.image_token_id)
+        same = shared(self.spelled, self._coming)
+        self.cuts = [cut for cut in self.cuts if cut <= same]
+        self.spelled = self.spelled[: self.cuts[-1] if self.cuts else 0]
+        for cut in set(self._copies()).difference(self.cuts):
+            self.kept.drop(cut)
+        self._cut_back()
+        return [self._feature(image) for begin, image in zip(begins, images) if begin >= self.length]
+
+    def read(self, ids: np.ndarray, features: Sequence[mx.array], chunk: int | None = None) -> int:
+        """Encode what of the prompt is not in the caches; how many positions are. `features` is what `features` returned."""
+        cached, waiting = self.length, list(features)
+        image, last = self.model.config.image_token_id, len(self.spelled)
+        for cache in self.caches:
+            cache.reserve(ids.shape[1] + self.model.config.canvas_length)
+        new = [last + end for _, end in chunks(ids[:, last:], image, CHUNK if chunk is None else chunk)]
+        for end in [cut for cut in self.cuts if cut > cached] + new:
+            part = ids[:, self.length : end]
+            taken = runs(part[0] == image)
+            with self._unbroken():
+                self.model.prefill(part, waiting[:taken], self.caches, part.shape[1])
+            waiting = waiting[taken:]
+            self._passed(self._coming[len(self.spelled) : end])
+        self._copy()
+        return cached
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Encode a finished block `[1, C]`."""
+        with self._unbroken():
+            super().write(tokens)
+        self._passed(tokens[0].tolist())
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """A conversation has one row, and keeps it."""
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Positions that the caches hold."""
+        return self.caches[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches and of all that is kept beside them."""
+        return sum(cache.nbytes for cache in self.caches) + self.kept.nbytes
+
+    def forget(self) -> None:
+        """Let go of everything but the cuts: what comes next is encoded anew, in the same passes."""
+        self._torn = False
+        self.caches = self.model.make_caches(None, self.packing)
+        self.kept = Kept(self.kept.budget)
+
+    def repack(self, packing: Packing | None) -> None:
+        """From now on keys and values are packed like that; those that are packed otherwise are forgotten."""
+        if packing != self.packing:
+            self.packing = packing
+            self.forget()
+
+    def _passed(self, tokens: Spelled) -> None:
+        """An encoder pass has ended; `tokens` are new, none if it repeated one of before."""
+        if tokens:
+            self.spelled = self.spelled + tokens
+            self.cuts.append(len(self.spelled))
+        if self.length - max((cut for cut in self._copies() if cut < self.length), default=0) >= self.every:
+            self._copy()
+
+    def _copies(self) -> list[int]:
+        return [key for key in self.kept if isinstance(key, int)]
+
+    def _copy(self) -> None:
+        """Keep the sliding layers' rows as they are now."""
+        if self.length not in self.kept:
+            rows = [cache.capture_rows() for cache in self.caches if isinstance(cache, RotatingKVCache)]
+            self.kept.put(self.length, rows, sum(nbytes(one) for one in rows))
+        self.kept.get(self.length)
+
+    def _cut_back(self) -> None:
+        """Bring the caches back to the last cut that can be reached."""
+        if self._torn:
+            self.forget()
+        for cut in reversed(self.cuts):
+            if self._reachable(cut):
+                break
+        else:
+            cut = 0
+        if cut == 0:
+            self.caches = self.model.make_caches(None, self.packing)
+        elif cut < self.length:
+            rows = self.kept.get(cut)
+            waiting = None if rows is None else iter(rows)
+            self.caches = [back(cache, cut, waiting) for cache in self.caches]
+
+    def _reachable(self, cut: int) -> bool:
+        """Whether the caches can be cut back to `cut`."""
+        if cut >= self.length:
+            return cut == self.length
+        if self.packing is not None and cut < self.packing.start and self.caches[0].is_packed:
+            return False  # they would be packed too early
+        return cut in self.kept or all(cache.trimmable >= self.length - cut for cache in self.caches)
+
+    def _feature(self, image: Patches) -> mx.array:
+        """An image's rows of the prompt `[n, D]`: kept ones, or by the tower, which gets it alone, as it always does here."""
+        rows = self.kept.get(image.digest)
+        if rows is None:
+            (rows,) = self.model.encode_images([image])
+            mx.eval(rows)
+            self.kept.put(image.digest, rows, rows.nbytes)
+        return rows
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """A pass that is broken off leaves layers of different lengths: then all is forgotten before the next one."""
+        self._torn = True
+        yield
+        self._torn = False
+
+
+def back(cache: Cache, cut: int, rows: Iterator[CacheRows] | None) -> Cache:
+    """A cache at position `cut`: a sliding layer's from its `rows`, if there are any, every other one trimmed."""
+    if rows is not None and isinstance(cache, RotatingKVCache):
+        return RotatingKVCache.restore(next(rows), cache.window, cache.memo)
+    cache.trim(cache.offset - cut)
+    return cache
+
+
+def nbytes(rows: CacheRows) -> int:
+    """Bytes of a copy."""
+    return 0 if rows.keys is None else rows.keys.nbytes + rows.values.nbytes
+
+
+def spell(ids: Sequence[int], images: Sequence[Patches], image_token_id: int) -> tuple[Spelled, list[int]]:
+    """A prompt with each image's soft tokens replaced by its digest, and where the images begin."""
+    spelled, begins, waiting = list(ids), [], iter(images)
+    place = 0
+    while place < len(spelled):
+        if spelled[place] == image_token_id:
+            image = next(waiting)
+            begins.append(place)
+            spelled[place : place + image.soft_tokens] = [image.digest] * image.soft_tokens
+            place += image.soft_tokens
+        else:
+            place += 1
+    return spelled, begins
+
+
+def shared(a: Spelled, b: Spelled) -> int:
+    """How long the beginning is that both have."""
+    return next((i for i, (one, other) in enumerate(zip(a, b)) if one != other), min(len(a), len(b)))
+
+
+def runs(image: np.ndarray) -> int:
+    """How many images `image [L]` (True at a soft token) has: each is one run, for there are tokens between two."""
+    return int(image[0]) + int((image[1:] & ~image[:-1]).sum()) if len(image) else 0
