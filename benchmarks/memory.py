@@ -34,7 +34,8 @@ def measure(folder: str, prompt: int, images: int, batch: int) -> dict[str, int]
 
     from dgemma import backend, fit, weights
     from dgemma.config import GenerationConfig
-    from dgemma.denoise import Block, Options, denoise
+    from dgemma.denoise import Block, denoise
+    from dgemma.step import Options
     from dgemma.vision import preprocess
 
     opened = weights.Checkpoint.open(folder)

@@ -10,11 +10,12 @@ import mlx.core as mx
 
 from . import tools
 from .channels import CALL, TEXT, THOUGHT, Reader
-from .denoise import Block, Done, Prefilled, Step, denoise
+from .denoise import Block, Done, Prefilled, denoise
 from .model import DiffusionGemma
 from .past import Past
 from .processor import Message, Processor, pad
 from .settings import Request
+from .step import Step
 from .tools import ToolCall
 
 

@@ -25,9 +25,9 @@ import mlx.core as mx
 from . import backend, fit, peers, render, results
 from .config import ModelConfig
 from .errors import OptionError
+from .files import check_output, write_whole
 from .plan import dtype_name
 from .subject import Subject
-from .files import check_output, write_whole
 from .terminal import Progress
 from .turns import Contender, Job, compete
 from .weights import Checkpoint

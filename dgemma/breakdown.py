@@ -17,10 +17,11 @@ from typing import Any
 import mlx.core as mx
 
 from . import backend, bench, kernels, render, results
-from .denoise import Step, denoise
+from .denoise import denoise
 from .parts import Part, image_parts, step_parts
 from .plan import dtype_name
 from .runtime import Dgemma, endless, noise_picture
+from .step import Step
 from .subject import Subject
 from .terminal import Progress
 

@@ -4,7 +4,7 @@
     revise    a finished text, some of its positions replaced by noise, denoised again
 
 Draws. Each row begins with `mx.random.key(seed)`, all lengths of a fill with the same one; `revise` first splits it and draws C
-uniform numbers, by which it chooses the positions that become noise. Then they draw as a block of dgemma.denoise does.
+uniform numbers, by which it chooses the positions that become noise. Then they draw as a block of dgemma.step does.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .processor import Processor
-from .denoise import FORBIDDEN, Allowed, Options, Step, seed_canvas, settle
+from .denoise import settle
 from .errors import OptionError, PromptError
 from .model import Cache, DiffusionGemma
+from .processor import Processor
 from .reading import MOST, Asked, check_width, control_ids, end_id, pieces_of, plain_ids, repeat
 from .settings import check_seed, whole
+from .step import FORBIDDEN, Allowed, Options, Step, seed_canvas
 from .template import FREE, Pieces, Template, hole_lengths, parse
 
 PINNED, ANY, WORD = range(3)  # kinds of positions: held; any text; text that begins with a space

@@ -22,6 +22,7 @@ import resource
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ def whole(pixels: Any, columns: int, rows: int) -> Any:
 # -- what every runtime does ------------------------------------------------------------------------------------------
 
 
-class Runtime:
+class Runtime(ABC):
     """One runtime with one checkpoint; subclasses say how to load it and how each thing is done once."""
 
     packages: tuple[str, ...] = ()
@@ -105,21 +106,21 @@ class Runtime:
                 found.setdefault(name, []).extend(taken)
         return {"ms": {name: [round(ms, 4) for ms in taken] for name, taken in found.items()}, "peak": self.peak()}
 
+    @abstractmethod
     def read(self, folder: Path, dtype: str) -> str:
         """Load the checkpoint; returns the device's name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, prefix: int, batch: int, steps: int) -> Samples:
         """Read a prompt and write one block in `steps` steps: "prefill", each "step" between two, the "block"."""
-        raise NotImplementedError
 
+    @abstractmethod
     def canvas_pass(self, prefix: int, batch: int) -> Samples:
         """One bare canvas pass, from the logits of the last (softmax, soft embedding) to its own: "pass"."""
-        raise NotImplementedError
 
+    @abstractmethod
     def image(self, columns: int, rows: int) -> Samples:
         """Encode one picture of so many patches to rows of the prompt: "image"."""
-        raise NotImplementedError
 
     def forget_peak(self) -> None:
         """Let the peak memory count from here; without Linux it counts from the process's start."""

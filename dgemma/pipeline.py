@@ -21,15 +21,16 @@ import mlx.core as mx
 from . import backend, interoperation, weights
 from .answer import Answer, Answering, Called, Event, Finished, Seconds, Text, Thought  # noqa: F401: public names
 from .config import GenerationConfig
-from .denoise import Block, Options, Prefilled, Step  # noqa: F401: public names
+from .denoise import Block, Prefilled  # noqa: F401: public names
 from .hub import Found, find
 from .infill import Filled, FillJob, ReviseJob, Revision
 from .memory import BUDGET, EVERY
 from .model import DiffusionGemma
 from .processor import Message, Processor, Prompt
 from .reading import Read, ReadJob, SlotRead  # noqa: F401: a public name
-from .settings import FILL_SETTINGS, OF_THE_PROMPT, REVISE_SETTINGS, Request, is_batch, packing_of, split_settings
 from .session import Session, Turn  # noqa: F401: Turn is a public name
+from .settings import FILL_SETTINGS, OF_THE_PROMPT, REVISE_SETTINGS, Request, is_batch, packing_of, split_settings
+from .step import Options, Step  # noqa: F401: Step is a public name
 from .tools import ToolCall  # noqa: F401: a public name
 
 

@@ -12,7 +12,7 @@ for each length, since what stands behind the slot moves; every choice is read o
 probabilities are normalised over all choices together: lengths are equally likely beforehand, and no product is corrected for
 its length. While a slot is read the others hold noise, at the length of most of their choices (the shorter at a tie).
 
-Draws. Each row begins with `mx.random.key(seed)` and draws as a block of dgemma.denoise does, so rows of one width hold the same
+Draws. Each row begins with `mx.random.key(seed)` and draws as a block of dgemma.step does, so rows of one width hold the same
 noise, and a question's result does not depend on those asked beside it. Of several draws the i-th takes `seed` + i.
 """
 
@@ -26,11 +26,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .processor import TURN_TOKENS, Processor, Message, Prompt, conversation
-from .denoise import Options, seed_canvas, settle
+from .denoise import settle
 from .errors import OptionError, PromptError
 from .model import Cache, DiffusionGemma
+from .processor import TURN_TOKENS, Message, Processor, Prompt, conversation
 from .settings import check_seed, whole
+from .step import Options, seed_canvas
 from .template import FREE, Pieces, Slot, Template, parse, read_slots
 
 MOST = 64  # rows of a batch: each holds a copy of the caches

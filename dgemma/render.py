@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `dgemma --help` needs neither numpy nor mlx
-    from .denoise import Step
     from .pipeline import Answer
+    from .step import Step
     from .tools import ToolCall
 
 NOISE, PLAIN = "90", ""  # SGR parameters: grey, the terminal's own

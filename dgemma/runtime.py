@@ -14,9 +14,10 @@ from dgemma.vision import Patches
 
 from . import backend, kernels, peers, weights
 from .config import GenerationConfig
-from .denoise import Block, Options, Prefilled, Step, denoise
+from .denoise import Block, Prefilled, denoise
 from .model import Cache, DiffusionGemma
 from .peers import Samples, between
+from .step import Options, Step
 from .stopping import StepsOnly
 
 

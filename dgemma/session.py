@@ -26,12 +26,12 @@ from dgemma.vision import Patches
 
 from . import archive, tools
 from .answer import Answer, Answering, Event, Finished
-from .denoise import Options
 from .errors import OptionError, PromptError, SessionError
 from .memory import BUDGET, EVERY, Memory
 from .model import DiffusionGemma
 from .processor import WRITTEN_BY_MODEL, Message, Processor, conversation
 from .settings import OF_THE_PROMPT, Request, whole
+from .step import Options
 
 FORMAT, VERSION = "dgemma session", 1
 SAMPLE = 512  # numbers of each weight that tell a checkpoint from others

@@ -11,10 +11,10 @@ import numpy as np
 from dgemma.attention import Packing
 
 from . import presets
-from .processor import Processor, Prompt, conversation
-from .denoise import Options, Pins
 from .errors import OptionError, PromptError
+from .processor import Processor, Prompt, conversation
 from .sampler import ConfidenceThreshold, EntropyBound
+from .step import Options, Pins
 from .stopping import StableAndConfident
 
 # Settings that shape the prompt -> keywords of Processor.prompt.

@@ -15,8 +15,9 @@ from typing import TextIO
 import mlx.core as mx
 
 from . import render
-from .denoise import Block, Prefilled, Step
+from .denoise import Block, Prefilled
 from .pipeline import Answer, Called, Event, Finished, Seconds, Text, Thought
+from .step import Step
 
 PATIENCE = 2.0  # seconds before progress is shown
 

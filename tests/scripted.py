@@ -14,9 +14,9 @@ import numpy as np
 
 from dgemma import Pipeline, words
 from dgemma.config import GenerationConfig, ModelConfig
-from dgemma.denoise import Options
 from dgemma.hub import DEMO
 from dgemma.processor import Processor
+from dgemma.step import Options
 
 Script = Callable[[int, list[int]], Sequence[int]]  # block, canvas as it is -> what the model believes it should be
 TEMPLATE = (Path(__file__).parent / "released.jinja").read_text()

@@ -27,16 +27,15 @@ FLOORS = [
     {"canvas"},
     {"model"},
     {"past"},
-    {"memory", "archive"},
-    {"denoise", "hub", "weights", "words"},
-    {"processor"},
+    {"archive", "hub", "memory", "step", "weights", "words"},
+    {"denoise", "processor"},
     {"interoperation", "settings"},
     {"answer", "reading"},
     {"infill", "session"},
     {"pipeline", "plan"},
     {"__init__"},  # the public names: what follows reads them like any other user
-    {"render", "writer"},
-    {"doctor", "fit", "info", "results", "runtime", "terminal"},
+    {"arguments", "render", "writer"},
+    {"doctor", "fit", "info", "parsers", "results", "runtime", "terminal"},
     {"convert", "parts", "talk"},
     {"control", "geometry"},
     {"subject"},
@@ -45,10 +44,10 @@ FLOORS = [
     {"cli", "server"},
 ]
 FLOOR = {module: height for height, floor in enumerate(FLOORS) for module in floor}
-BESIDE = {"sampler", "stopping"}  # they meet the model in denoise, and settings choose among them
+BESIDE = {"sampler", "stopping"}  # they meet the model in step and denoise, and settings choose among them
 MEASURES = {"runtime", "parts"}  # what bench and profile run: a block without end, and the sampler apart from the loop
 WITHOUT_MLX = {"errors", "config", "download", "files", "stopping", "hub", "names", "render", "stored", "cli", "vision.preprocess"}
-WITHOUT_MLX |= {"channels", "presets", "results", "template", "tools", "turns"}
+WITHOUT_MLX |= {"arguments", "channels", "parsers", "presets", "results", "template", "tools", "turns"}
 LONGEST = 60
 
 
@@ -137,8 +136,8 @@ def test_imports_follow_the_arrows(module):
     assert not upward, f"only what stands below {module} may be imported: {upward}"
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - MEASURES - {"denoise", "settings"}))
-def test_sampler_and_stopping_meet_the_model_only_in_denoise(module):
+@pytest.mark.parametrize("module", sorted(set(MODULES) - MEASURES - {"denoise", "settings", "step"}))
+def test_sampler_and_stopping_meet_the_model_only_in_the_loop(module):
     assert not [name for _, name in imports(module) if name in BESIDE - {module}]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import dgemma
-from dgemma import backend, bench, breakdown, cli, geometry, hub, kernels, parts, peers, results, terminal, weights
+from dgemma import arguments, backend, bench, breakdown, cli, geometry, hub, kernels, parts, peers, results, terminal, weights
 from dgemma.config import ModelConfig
 from dgemma.runtime import Dgemma, endless
 from dgemma.turns import Contender, Job, Record, compete
@@ -81,7 +81,7 @@ def test_the_weights_are_the_same_for_the_same_seed(tmp_path):
 
 
 def test_the_geometries_of_the_help_are_those_that_there_are():
-    assert set(cli.GEOMETRIES) == {"demo", *geometry.GEOMETRIES}
+    assert set(arguments.GEOMETRIES) == {"demo", *geometry.GEOMETRIES}
 
 
 @pytest.mark.parametrize("name", ["bench", "profile"])

@@ -16,7 +16,7 @@ import time
 import pytest
 
 import dgemma
-from dgemma import Pipeline, cli, files, hub, talk, terminal, vision
+from dgemma import Pipeline, arguments, cli, files, hub, talk, terminal, vision
 from dgemma.errors import OptionError
 
 SHORT = ("--max-tokens", "8", "--steps", "2")
@@ -93,7 +93,7 @@ def test_version(run):
 
 
 def test_the_budgets_of_the_help_are_those_of_the_eyes():
-    assert cli.BUDGETS == vision.BUDGETS
+    assert arguments.BUDGETS == vision.BUDGETS
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ import dgemma  # noqa: F401
 from dgemma import cpu, kernels, plain, weights
 from dgemma.attention import masks
 from dgemma.config import GenerationConfig
-from dgemma.denoise import Block, Options, Prefilled, Step, denoise
+from dgemma.denoise import Block, Prefilled, denoise
+from dgemma.step import Options, Step
 from dgemma.stopping import StepsOnly
 from oracle import tiny
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import dgemma  # noqa: F401
-from dgemma import denoise as loop
 from dgemma import kernels, weights
 from dgemma.config import GenerationConfig
-from dgemma.denoise import Block, Done, Options, Prefilled, Step, denoise
+from dgemma.denoise import Block, Done, Prefilled, denoise
 from dgemma.errors import OptionError
 from dgemma.sampler import ConfidenceThreshold, EntropyBound
+from dgemma.step import Options, Step, begin_block, lay_out, read
 from dgemma.stopping import StableAndConfident, StepsOnly
 from oracle import tiny
 
@@ -263,13 +263,13 @@ def test_inputs_are_checked(model, more, message):
 def test_one_step_is_a_pure_function_of_its_state(model):
     caches = model.make_caches()
     model.prefill(ids_of(9), [], caches)
-    row = loop._Row(0, mx.random.key(5), {}, 2 * C)
-    state = loop._begin(model, [row], 0, np.array([True]), None, None)
+    key = mx.random.key(5)
+    state = begin_block(model, [key], np.array([True]), None, None, None)
     outcomes = []
     for _ in range(2):
-        after, step = loop._read(loop._lay_out(model, caches, state, 1, OPTIONS), state, [row], 0, OPTIONS)
+        after, step = read(lay_out(model, caches, state, 1, OPTIONS), state, (0,), 0, OPTIONS)
         outcomes.append((step.canvas.tolist(), step.entropy.tolist(), after.active.tolist(), [key.tolist() for key in after.keys]))
-    assert outcomes[0] == outcomes[1] and state.steps.tolist() == [0] and row.key.tolist() == mx.random.key(5).tolist()
+    assert outcomes[0] == outcomes[1] and state.steps.tolist() == [0] and key.tolist() == mx.random.key(5).tolist()
 
 
 SETTLING = replace(OPTIONS, max_denoising_steps=12, rule=StableAndConfident(1, 4.4))  # on noise: some rows sooner than others

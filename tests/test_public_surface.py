@@ -10,9 +10,9 @@ import sys
 import pytest
 
 import dgemma
-from dgemma.denoise import Options
 from dgemma.sampler import EntropyBound
 from dgemma.settings import with_settings
+from dgemma.step import Options
 from dgemma.stopping import StableAndConfident
 
 PUBLIC = [

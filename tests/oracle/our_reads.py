@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from dgemma.config import GenerationConfig
-from dgemma.denoise import Options
 from dgemma.reading import Question, read as read_slots
 from dgemma.sampler import EntropyBound
+from dgemma.step import Options
 from dgemma.template import Pieces, Slot
 from oracle import cases, ours, reads
 

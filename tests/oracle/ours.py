@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 
 from dgemma import weights
-from dgemma.denoise import Block, Done, Options, denoise
+from dgemma.denoise import Block, Done, denoise
 from dgemma.model import DiffusionGemma
 from dgemma.sampler import EntropyBound
+from dgemma.step import Options
 from dgemma.stopping import StableAndConfident
 from dgemma.vision import Patches, preprocess
 from oracle import tiny
