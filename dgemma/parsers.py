@@ -119,6 +119,7 @@ def add_chat(commands) -> None:
     add_model_options(made)
     add_sampler_options(made)
     add_channel_options(made)
+    made.add_argument("--resume", metavar="FILE", help="go on with a conversation that /save has kept")
     made.add_argument("--watch", action="store_true", help="draw the canvas on stderr as it settles")
     made.add_argument("--stats", action="store_true", help="say on stderr what each answer took")
     made.add_argument("--quiet", action="store_true", help="no progress on a terminal")

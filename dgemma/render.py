@@ -91,7 +91,8 @@ def stats(answer: Answer) -> str:
     parts = [
         f"{_count(answer.generated_tokens, 'token')} in {_count(answer.blocks, 'block')} and {_count(steps, 'step')} "
         f"({answer.tokens_per_forward:.1f} tokens/forward)",
-        f"prompt {answer.prompt_tokens} ({answer.image_tokens} of images)",
+        f"prompt {answer.prompt_tokens} ({answer.image_tokens} of images"
+        + (f", {answer.cached_tokens} encoded before)" if answer.cached_tokens else ")"),
         f"load {seconds.load:.2f} s, images {seconds.images:.2f} s, prefill {seconds.prefill:.2f} s, "
         f"denoising {seconds.denoise:.2f} s",
         f"peak memory {size(answer.peak_memory)}",

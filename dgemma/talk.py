@@ -11,11 +11,11 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from dgemma.attention import Packing
-from dgemma.vision import load_image
 
 from . import backend, fit, render
 from .processor import Message, Prompt, conversation
@@ -24,6 +24,7 @@ from .files import check_output, write_whole
 from .hub import find
 from .pipeline import Event, Finished, Pipeline, Unloaded
 from .presets import spell_out
+from .session import image_parts
 from .settings import packing_of
 from .terminal import Progress, Speaker, Transcript, Watch, show
 
@@ -160,67 +161,73 @@ HELP = """\
 /image FILE ...  attach pictures to the next message (quote names with spaces)
 /drop            detach them
 /retry           answer the last message again, from another seed
+/edit TEXT       ask that in place of the last message, about the same pictures
 /history         show the conversation
+/save FILE       keep the conversation, and all that is encoded of it, in a file
+/load FILE       go on with one that was kept
 /reset           begin anew
 /exit            leave (so do end of input and Ctrl-D); Ctrl-C stops an answer
 A message that begins with a slash is written with two: //"""
 
 
 class Conversation:
-    """Turns so far and pictures for the next one. A verb that fails leaves everything as it was."""
+    """A session, and pictures for its next message. A verb that fails leaves everything as it was."""
 
     def __init__(self, pipe: Pipeline, settings: Settings, system: str | None = None):
-        self.pipe, self._opening = pipe, begin(system)
-        self._budget = settings.get("image_budget")
-        self._settings = {name: value for name, value in settings.items() if name != "seed"}
-        self._seed, self._tries = settings.get("seed", 0), 0
+        self.pipe, self._settings, self._system = pipe, settings, system
         self.reset()
 
     def reset(self) -> None:
         """Forget every turn and every picture."""
-        self.messages: list[Message] = list(self._opening)
-        self.pictures: list[tuple[str, Any]] = []  # name and pixels: the file may be gone at the next turn
+        self.session = self.pipe.chat(self._system, **self._settings)
+        self.pictures: list[dict[str, Any]] = []  # image parts that hold their patches: the file may be gone at the next turn
 
     def attach(self, names: Sequence[str]) -> None:
         """Pictures for the next message; all of them or, when one is bad, none."""
-        found = []
-        for name in names:
-            self.pipe.processor.prompt(conversation("?", [name]), [home(name)], budget=self._budget)  # would it do?
-            found.append((name, load_image(home(name))))
-        self.pictures += found
+        parts = [{"type": "image", "image": home(name), "name": name} for name in names]
+        asked = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+        (message,) = self.pipe.processor.pictured(asked, budget=self._settings.get("image_budget"))
+        self.pictures += image_parts([message])
 
     def ask(self, text: str) -> Iterator[Event]:
         """Events of the answer to a message."""
-        if not text.strip():
-            raise PromptError("the message is empty; ask something")
-        parts = [{"type": "image", "image": pixels, "name": name} for name, pixels in self.pictures]
-        asked = [*self.messages, {"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-        yield from self._answer(asked, 0)
-        self.pictures = []
+        before = self.session.turns
+        try:
+            yield from self.session.stream(text, self.pictures)
+        finally:
+            if self.session.turns != before:
+                self.pictures = []
 
     def retry(self) -> Iterator[Event]:
         """Events of another answer to the last message."""
-        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
+        if not self.session.turns:
             raise PromptError("there is no answer yet to try again; ask something first")
-        yield from self._answer(self.messages[:-1], self._tries + 1)
+        yield from self.session.stream_regenerate()
+
+    def edit(self, text: str) -> Iterator[Event]:
+        """Events of the answer to another message in place of the last."""
+        if not self.session.turns:
+            raise PromptError("there is no message yet to edit; ask something first")
+        yield from self.session.stream_edit(-1, text)
+
+    def save(self, name: str) -> None:
+        """Keep the session in a file."""
+        self.session.save(home(name))
+
+    def load(self, name: str) -> None:
+        """Go on with a session that was kept, with this conversation's settings."""
+        self.session, self.pictures = self.pipe.load_chat(home(name), **self._settings), []
 
     def history(self) -> Iterator[str]:
         """The conversation, a line a turn; and what waits for the next one."""
-        for message in self.messages:
+        for message in self.session.messages:
             content = message["content"]
             if not isinstance(content, str):
-                images = [f"[{part['name']}]" for part in content if part["type"] == "image"]
+                images = [f"[{part.get('name', 'image')}]" for part in image_parts([message])]
                 content = " ".join([*images, *(part["text"] for part in content if part["type"] == "text")])
             yield f"{message['role']}: {content}"
         if self.pictures:
-            yield f"attached to the next message: {', '.join(name for name, _ in self.pictures)}"
-
-    def _answer(self, asked: list[Message], tries: int) -> Iterator[Event]:
-        for event in self.pipe.stream(asked, seed=self._seed + tries, **self._settings):
-            if isinstance(event, Finished):
-                self.messages = [*asked, event.answers[0].message]
-                self._tries = tries
-            yield event
+            yield f"attached to the next message: {', '.join(part['name'] for part in self.pictures)}"
 
 
 def chat(args: argparse.Namespace, settings: Settings) -> int:
@@ -231,11 +238,14 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
         context = unloaded.opened.config.canvas_length  # a turn is as long as it will be
         job = fit.Job(context=context, chunk=args.chunk, packing=packing_of(dict(settings)))
         talk = Conversation(load(unloaded, args, progress, job), settings, args.system)
+        if args.resume:
+            talk.load(args.resume)
     live = sys.stdin.isatty()
     if live:
         print(f"{args.model or 'demo'} on {backend.device_name()}. /help lists the commands.", file=sys.stderr)
     refused = False
     for line in lines(live):
+        before = talk.session.turns
         try:
             if not obey(line, talk, args, settings):
                 break
@@ -245,7 +255,8 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
         except KeyboardInterrupt:
             if not live:
                 raise
-            print("dgemma: stopped; the conversation is as it was", file=sys.stderr)
+            kept = "the conversation is as it was" if talk.session.turns == before else "what was finished is kept; /retry answers again"
+            print(f"dgemma: stopped; {kept}", file=sys.stderr)
     return 2 if refused else 0
 
 
@@ -268,6 +279,12 @@ def obey(line: str, talk: Conversation, args: argparse.Namespace, settings: Sett
         talk.attach(file_names(rest.strip()))
     elif verb == "/retry":
         answer(talk.retry(), talk, args, settings)
+    elif verb == "/edit":
+        answer(talk.edit(rest.strip()), talk, args, settings)
+    elif verb in ("/save", "/load"):
+        if not rest.strip():
+            raise PromptError(f"{verb} needs a file; {verb} talk.safetensors")
+        talk.save(rest.strip()) if verb == "/save" else talk.load(rest.strip())
     elif verb.startswith("/") and not verb.startswith("//"):
         raise PromptError(f"unknown command {verb}; /help lists them, and a message may begin with //")
     else:
@@ -280,7 +297,7 @@ def answer(events: Iterator[Event], talk: Conversation, args: argparse.Namespace
     """Play one answer."""
     transcript = Transcript(args.seed)
     watch = watcher(talk.pipe, settings) if args.watch else None
-    with Progress(wanted=not args.quiet) as progress:
+    with Progress(wanted=not args.quiet) as progress, closing(events):
         show(events, transcript, Speaker(), progress, watch, thoughts=bool(args.think) and not args.quiet)
     warn_of_calls(transcript)
     if not transcript.text.strip() and not transcript.calls:

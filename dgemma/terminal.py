@@ -97,7 +97,7 @@ class Transcript:
 
     def __init__(self, seed: int, load_seconds: float = 0.0, image_tokens: int = 0):
         self.seed, self.load_seconds, self.image_tokens = seed, load_seconds, image_tokens
-        self.text, self.tokens, self.steps, self.prompt_tokens = "", [], [], 0
+        self.text, self.tokens, self.steps, self.prompt_tokens, self.cached_tokens = "", [], [], 0, 0
         self.thinking, self.calls = "", []
         self.where = "before the first step"
         self.finished: Answer | None = None
@@ -106,7 +106,7 @@ class Transcript:
     def see(self, event: Event) -> None:
         """Take note of an event."""
         if isinstance(event, Prefilled):
-            self.prompt_tokens = event.prompt_tokens[0]
+            self.prompt_tokens, self.cached_tokens = event.prompt_tokens[0], event.cached
             self._prefill = self._elapsed()
         elif isinstance(event, Step):
             self.where = f"in block {event.block + 1}, step {event.step}"
@@ -134,6 +134,7 @@ class Transcript:
             tokens=tuple(self.tokens),
             finish_reason="interrupted",
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             image_tokens=self.image_tokens,
             steps=tuple(self.steps),
             redrawn=0,

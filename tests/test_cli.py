@@ -437,7 +437,7 @@ def test_retry_draws_another_answer_to_the_same_message(conversation, pipe):
     say(conversation.ask("One"))
     again = say(conversation.retry())
     assert again == pipe("One", max_new_tokens=8, steps=2, seed=6).text
-    assert [m["role"] for m in conversation.messages] == ["user", "assistant"]
+    assert [m["role"] for m in conversation.session.messages] == ["user", "assistant"]
     assert say(conversation.retry()) == pipe("One", max_new_tokens=8, steps=2, seed=7).text
 
 
@@ -461,7 +461,43 @@ def test_an_abandoned_answer_leaves_the_conversation_as_it_was(conversation):
     events = conversation.ask("One")
     next(events)
     events.close()
-    assert conversation.messages == [] and len(conversation.pictures) == 1
+    assert conversation.session.messages == [] and len(conversation.pictures) == 1
+
+
+def test_an_answer_abandoned_later_keeps_what_was_finished(pipe):
+    conversation = talk.Conversation(pipe, {"max_new_tokens": 64, "steps": 3, "seed": 5})
+    conversation.attach(["shapes.png"])
+    for event in conversation.ask("One"):
+        if getattr(event, "block", 0) == 2:
+            break
+    assert [m["role"] for m in conversation.session.messages] == ["user", "assistant"] and conversation.pictures == []
+
+
+def test_edit_asks_something_else_about_the_same_pictures(conversation):
+    conversation.attach(["shapes.png"])
+    say(conversation.ask("One"))
+    say(conversation.edit("Two"))
+    assert list(conversation.history())[0] == "user: [shapes.png] Two"
+
+
+def test_save_and_load(conversation, pipe, tmp_path):
+    conversation.attach(["shapes.png"])
+    say(conversation.ask("One"))
+    conversation.save(str(tmp_path / "talk.safetensors"))
+    before, on = list(conversation.history()), say(conversation.ask("Two"))
+    other = talk.Conversation(pipe, {"max_new_tokens": 8, "steps": 2, "seed": 5})
+    other.load(str(tmp_path / "talk.safetensors"))
+    assert list(other.history()) == before and say(other.ask("Two")) == on
+
+
+def test_chat_resumes(run, tmp_path):
+    file = str(tmp_path / "talk.safetensors")
+    code, first, err = run("chat", *SHORT, stdin=f"Hello\n/save {file}\n")
+    assert (code, err) == (0, "")
+    code, out, err = run("chat", *SHORT, "--resume", file, "--stats", stdin="/history\n/retry\n")
+    assert code == 0 and f"user: Hello\nassistant: {first}" in out and "encoded before" in err
+    code, _, err = run("chat", "--resume", file + "x", stdin="Hello\n")
+    assert code == 2 and len(err.splitlines()) == 1 and "talk.safetensorsx" in err
 
 
 def test_chat_from_a_script(run):
@@ -472,12 +508,15 @@ def test_chat_from_a_script(run):
 
 
 def test_chat_goes_on_after_a_mistake_and_remembers_it_in_the_exit_code(run):
-    code, out, err = run("chat", *SHORT, stdin="/image nowhere.png\n/dance\n/retry\n//Hello\n")
+    code, out, err = run("chat", *SHORT, stdin="/image nowhere.png\n/dance\n/retry\n/edit x\n/save\n/load a.txt\n//Hello\n")
     assert code == 2 and out.strip()
     assert err.splitlines() == [
         "dgemma: nowhere.png: no such image file",
         "dgemma: unknown command /dance; /help lists them, and a message may begin with //",
         "dgemma: there is no answer yet to try again; ask something first",
+        "dgemma: there is no message yet to edit; ask something first",
+        "dgemma: /save needs a file; /save talk.safetensors",
+        "dgemma: a.txt: cannot be read (No such file or directory)",
     ]
 
 
