@@ -5,7 +5,7 @@
 
 Parts (--parts): `packed` writes a 4-bit checkpoint by the default recipe of dgemma convert, loads it through the normal
 path, answers a prompt with two pictures over two blocks, and a second turn; `long` prefills a 128k prompt; `bf16` does
-speed and memory of a bf16 model that never was a file; `error` compares our bf16 logits and those of transformers in
+speed and memory of a bf16 model that never was a file, with packed caches too, and a conversation's second turn; `error` compares our bf16 logits and those of transformers in
 bf16 with transformers' in float32 (needs torch), on 6 layers of full width. Prints one table.
 """
 
@@ -25,8 +25,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from dgemma import Pipeline, backend, fit, weights
+from dgemma.attention import Packing
 from dgemma.config import ModelConfig
 from dgemma.formats import Format
+from dgemma.memory import Memory
 from dgemma.model import DiffusionGemma
 from dgemma.pipeline import Finished, Prefilled, Step
 
@@ -111,16 +113,16 @@ def told(answer, times: list[float]) -> str:
     )
 
 
-def speed(model: DiffusionGemma, label: str, rows: Rows, prefixes: tuple[int, ...]) -> None:
+def speed(model: DiffusionGemma, label: str, rows: Rows, prefixes: tuple[int, ...], packing: Packing | None = None) -> None:
     """Prefill and step at several prefixes."""
     canvas, text = model.config.canvas_length, model.config.text
     tokens = mx.array(np.random.RandomState(1).randint(0, text.vocab_size, (1, canvas)))
     for prefix in prefixes:
         ids = np.random.RandomState(0).randint(400, text.vocab_size, (1, prefix))
         mx.reset_peak_memory()
-        caches = model.make_caches()
+        caches = model.make_caches(packing=packing)
         prefill = timed(lambda: model.prefill(ids, [], caches))
-        caches = model.make_caches()
+        caches = model.make_caches(packing=packing)
         prefill = min(prefill, timed(lambda: model.prefill(ids, [], caches)))
         belief = mx.zeros((1, canvas, text.hidden_size), dtype=model.dtype)
 
@@ -138,6 +140,35 @@ def speed(model: DiffusionGemma, label: str, rows: Rows, prefixes: tuple[int, ..
                 f"prefill {prefill:.2f} s, step {1e3 * np.median(times):.0f} ms, peak {gigabytes(mx.get_peak_memory())}",
             )
         )
+
+
+def session(model: DiffusionGemma, label: str, rows: Rows, prompt: int = 8192, new: int = 300) -> None:
+    """A second turn after a long first one, warm and cold, and the way back to the first turn's end."""
+    random, canvas = np.random.RandomState(0), model.config.canvas_length
+    tokens = lambda count: random.randint(400, model.config.text.vocab_size, (1, count)).astype(np.int32)
+    seen, memory = mx.array(tokens(canvas)), Memory(model)
+    read = lambda ids: memory.read(ids, memory.features(ids, []))
+    first, block = tokens(prompt), tokens(canvas)
+    read(first)  # compiles
+    memory.forget()
+    cold = timed(lambda: read(first))
+    written = timed(lambda: memory.write(block))
+    second = np.concatenate([first, block, tokens(new)], axis=1)
+    warm = timed(lambda: read(second))
+    found = [np.array(model.canvas_hidden(seen, memory.caches).astype(mx.float32))]
+    memory.forget()
+    whole = timed(lambda: read(second))
+    found.append(np.array(model.canvas_hidden(seen, memory.caches).astype(mx.float32)))
+    back = timed(lambda: (memory.features(first, []), mx.eval([array for cache in memory.caches for array in cache.arrays])))
+    assert memory.length == first.shape[1]
+    rows.append(
+        (
+            f"{label}, turn of {new} tokens after one of {prompt:,} and a block",
+            f"warm {1e3 * warm:.0f} ms, cold {1e3 * whole:.0f} ms, identical: {'yes' if np.array_equal(*found) else 'NO'}; first turn "
+            f"{1e3 * cold:.0f} ms, block {1e3 * written:.0f} ms, back to the first turn's end {1e3 * back:.1f} ms; "
+            f"caches {gigabytes(memory.nbytes - memory.kept.nbytes)}, {len(list(memory.kept))} copies {gigabytes(memory.kept.nbytes)}",
+        )
+    )
 
 
 def long(pipe: Pipeline, opened: weights.Checkpoint, length: int, rows: Rows) -> None:
@@ -226,7 +257,12 @@ def main() -> None:
             mx.clear_cache()
         if "bf16" in arguments.parts:
             dtype = backend.activation_dtype(mx.bfloat16)
-            speed(checkpoint.in_memory(geometry, dtype), str(dtype).rpartition(".")[2], rows, (1024, 8192))
+            model, name = checkpoint.in_memory(geometry, dtype), str(dtype).rpartition(".")[2]
+            speed(model, name, rows, (1024, 8192))
+            for bits in (8, 4):
+                speed(model, f"{name}, keys and values {bits} bit", rows, (8192,), Packing(bits))
+            session(model, name, rows)
+            del model
             gc.collect()
             mx.clear_cache()
         if "error" in arguments.parts:
