@@ -3,7 +3,8 @@
     python benchmarks/sessions.py                 the tables of docs/sessions.md; exit code 1 if warm and cold ever differ
     python benchmarks/sessions.py --checkpoint DIR --turns 1 --snapshot-bytes 1000000000
 
-Every question is put to a session that remembers and to one that forgets all that is encoded before each turn. Then turn 5 is
+Every question is put to a session that remembers, to one that forgets all that is encoded before each turn, and with the whole
+history to the pipeline. Milliseconds are those from a question to the first step: pictures and prompt encoded. Then turn 5 is
 answered again by both, the warm one is saved, and a new process loads it and goes on.
 """
 
@@ -53,13 +54,15 @@ def talks(pipe: Pipeline, turns: int, settings: dict[str, Any]) -> tuple[list[di
         for number in range(len(ASKED)):
             cold.forget()
             (answer, seconds), (other, longer) = ask(warm, number), ask(cold, number)
+            alone = pipe(warm.messages[:-1])  # no session: the whole history as one prompt, in passes of its own
             line = {
+                "whole": [alone.seconds.images + alone.seconds.prefill], "alike": alone.tokens == answer.tokens,
                 "text": answer.text, "prompt": answer.prompt_tokens, "encoded": answer.prompt_tokens - answer.cached_tokens,
                 "same": (answer.tokens, answer.steps) == (other.tokens, other.steps), "warm": [seconds], "cold": [longer],
                 "snapshots": warm.snapshot_bytes, "held": warm.nbytes,
             }  # fmt: skip
             if len(lines) > number:
-                line |= {name: lines[number][name] + line[name] for name in ("warm", "cold")}
+                line |= {name: lines[number][name] + line[name] for name in ("warm", "cold", "whole")}
                 lines[number] = line
             else:
                 lines.append(line)
@@ -99,15 +102,14 @@ def go_on(path: str, checkpoint: str | None, settings: dict[str, Any]) -> None:
 def table(lines: list[dict[str, Any]]) -> str:
     """The lines as Markdown."""
     rows = [
-        "| turn | question | prompt, tokens | encoded | warm, ms | cold, ms | identical | copies, bytes |",
-        "|---|---|--:|--:|--:|--:|---|--:|",
+        "| turn | question | prompt, tokens | encoded | warm, ms | cold, ms | pipeline, ms | identical | copies, bytes |",
+        "|---|---|--:|--:|--:|--:|--:|---|--:|",
     ]
     for number, (line, (text, picture)) in enumerate(zip(lines, ASKED), 1):
         question = f"{picture}: {text}" if picture else text
-        warm, cold = (f"{1e3 * median(line[name]):.1f}" for name in ("warm", "cold"))
-        rows.append(
-            f"| {number} | {question} | {line['prompt']} | {line['encoded']} | {warm} | {cold} | {'yes' if line['same'] else 'NO'} | {line['snapshots']:,} |"
-        )
+        times = " | ".join(f"{1e3 * median(line[name]):.1f}" for name in ("warm", "cold", "whole"))
+        same = "all three" if line["same"] and line["alike"] else "warm, cold" if line["same"] else "NO"
+        rows.append(f"| {number} | {question} | {line['prompt']} | {line['encoded']} | {times} | {same} | {line['snapshots']:,} |")
     return "\n".join(rows)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on an NVIDIA GPU mlx would round float32 products to 10 bits
+
+import dgemma  # before mlx: it loads the BLAS that mlx then uses
+
+import mlx.core as mx
 import pytest
 from PIL import Image
 
-import dgemma
 from dgemma import Block, OptionError, Pipeline, PromptError
 
 PICTURES = Path(__file__).parents[1] / "examples" / "demo" / "pictures"
@@ -16,12 +21,12 @@ SEEDS = [11, 3, 0, 7, 7, 2**40, 5, 1]
 
 @pytest.fixture(scope="module")
 def demo():
-    return Pipeline.from_pretrained()
+    return Pipeline.from_pretrained(dtype=mx.float32)
 
 
 @pytest.fixture(scope="module")
 def tiny(checkpoint):
-    return Pipeline.from_pretrained(checkpoint)
+    return Pipeline.from_pretrained(checkpoint, dtype=mx.float32)
 
 
 def same(pipe, prompts, images, **settings):

@@ -85,8 +85,8 @@ ROOT = EXAMPLES.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(kind: str) -> list[str]:
-    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE) if name == kind]
+def blocks(kind: str, page: str = README) -> list[str]:
+    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE) if name == kind]
 
 
 def commands() -> list[tuple[str, str]]:
@@ -112,8 +112,22 @@ def test_a_command_of_the_readme_prints_what_it_says(command, printed):
         assert done.stdout.strip() == printed
 
 
-def test_the_programs_of_the_readme_run(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+@pytest.fixture
+def beside_examples(tmp_path, monkeypatch):
+    """A folder in which the examples' pictures are where a reader of the README has them."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_program_about_conversations_runs(capsys, beside_examples):
+    (program,) = blocks("python", (ROOT / "docs" / "sessions.md").read_text())
+    exec(program, {})
+    assert "The star is blue. 107 77" in capsys.readouterr().out
+    assert (beside_examples / "talk.safetensors").exists()
+
+
+def test_the_programs_of_the_readme_run(capsys, beside_examples):
     names = {}
     for program in blocks("python"):
         if '"google/' not in program:  # the released checkpoint cannot be fetched by a test
