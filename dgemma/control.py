@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from . import render
-from .processor import Message, conversation
 from .errors import OptionError, PromptError
 from .infill import FillJob, ReviseJob
-from .model import DiffusionGemma
-from .pipeline import Filled, Read, Revision, Unloaded
+from .pipeline import Filled, Pipeline, Read, Revision, Step, Unloaded
+from .processor import Message, conversation
 from .reading import ReadJob
 from .settings import FILL_SETTINGS, REVISE_SETTINGS, packing_of, split_settings
-from .talk import begin, home, job_of, load, prepare, read_stdin
+from .talk import begin, home, job_of, load, prepare, read_stdin, watcher
 from .terminal import Progress
 
 Settings = dict[str, Any]
@@ -39,7 +38,7 @@ def read(args: argparse.Namespace, settings: Settings) -> int:
             unloaded.processor, options, messages, images, template=args.template, choices=choices, **own, **more
         )
 
-    found = perform(args, job, lambda job, model: job.run(model))
+    found = perform(args, job, lambda job, pipe, _: job.run(pipe.model))
     if args.json:
         sys.stdout.write(render.json_line({"reads": [read_json(one) for one in found], "model": args.model or "demo"}))
     else:
@@ -56,7 +55,7 @@ def fill(args: argparse.Namespace, settings: Settings) -> int:
         own, options = split_settings(unloaded.options, given, FILL_SETTINGS)
         return FillJob.of(unloaded.processor, options, template, messages, images, **own)
 
-    return show(args, perform(args, job, last))
+    return show(args, perform(args, job, played(args, settings)))
 
 
 def revise(args: argparse.Namespace, settings: Settings) -> int:
@@ -67,23 +66,41 @@ def revise(args: argparse.Namespace, settings: Settings) -> int:
         own, options = split_settings(unloaded.options, settings | {"strength": args.strength}, REVISE_SETTINGS)
         return ReviseJob.of(unloaded.processor, options, draft, messages, images, **own)
 
-    return show(args, perform(args, job, last))
+    return show(args, perform(args, job, played(args, settings)))
 
 
-def perform(args: argparse.Namespace, job_of_call: Callable[..., Job], run: Callable[[Any, DiffusionGemma], Any]) -> Any:
+def perform(args: argparse.Namespace, job_of_call: Callable[..., Job], run: Callable[[Any, Pipeline, Progress], Any]) -> Any:
     """Check a job, load the checkpoint, run it."""
     messages, images = asked(args), [home(path) for path in args.image]
     with Progress(wanted=not args.quiet) as progress:
         unloaded = prepare(args, progress)
         job = job_of_call(unloaded, messages, images)
         pipe = load(unloaded, args, progress, job_of(job.asked.prompt, unloaded.opened.config.canvas_length, args.chunk))
-        return run(job, pipe.model)
+        progress.now("reading the prompt")
+        return run(job, pipe, progress)
 
 
-def last(job: FillJob | ReviseJob, model: DiffusionGemma) -> Filled | Revision:
-    """What a fill or a revision ends with."""
-    *_, made = job.run(model)
-    return made
+def played(args: argparse.Namespace, settings: Settings) -> Callable[..., Filled | Revision]:
+    """What runs a fill or a revision: its steps are drawn (`--watch`) or counted, and its end is returned."""
+
+    def play(job: FillJob | ReviseJob, pipe: Pipeline, progress: Progress) -> Filled | Revision:
+        watch = watcher(pipe, settings) if args.watch else None
+        try:
+            for event in job.run(pipe.model):
+                if not isinstance(event, Step):
+                    made = event
+                elif watch is None:
+                    progress.now("denoising", f", step {event.step}")
+                else:
+                    progress.hide()
+                    watch.step(event)
+        finally:
+            progress.hide()
+            if watch is not None:
+                watch.close()
+        return made
+
+    return play
 
 
 def asked(args: argparse.Namespace) -> list[Message]:

@@ -125,6 +125,11 @@ def add_chat(commands) -> None:
     made.add_argument("--quiet", action="store_true", help="no progress on a terminal")
 
 
+def add_watch_option(made: argparse.ArgumentParser) -> None:
+    """--watch of a command that writes one canvas."""
+    made.add_argument("--watch", action="store_true", help="draw the canvas on stderr as it settles; of several, the first")
+
+
 def add_read(commands) -> None:
     """The options of `read`."""
     made = command(
@@ -161,6 +166,7 @@ def add_fill(commands) -> None:
     add_width_options(made)
     add_model_options(made)
     add_sampler_options(made, answers=False)
+    add_watch_option(made)
 
 
 def add_revise(commands) -> None:
@@ -177,6 +183,7 @@ def add_revise(commands) -> None:
     add_question_options(made)
     add_model_options(made)
     add_sampler_options(made, answers=False)
+    add_watch_option(made)
 
 
 def add_info(commands) -> None:

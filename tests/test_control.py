@@ -83,6 +83,15 @@ def test_several_templates_are_read_at_once(run):
     assert [list(read["slots"]) for read in json.loads(out)["reads"]] == [["c"], ["o"]]
 
 
+@pytest.mark.parametrize("argv", [("fill", *ASK, "I see [[1-3]] left of an orange circle."), ("revise", *ASK, "I see a red square.")])
+def test_watch_draws_the_canvas_and_changes_no_result(argv, run, monkeypatch):
+    plain = run(*argv)
+    code, out, err = run(*argv, "--watch")
+    assert (code, out) == plain[:2] and plain[2] == ""
+    steps = err.splitlines()
+    assert len(steps) > 0 and all(line.startswith("block 1, step ") for line in steps)
+
+
 def test_a_fill_is_its_text(run):
     code, out, err = run("fill", *ASK, "I see a [[1-2]] square left of an [[1]] circle.")
     assert (code, out, err) == (0, "I see a green square left of an orange circle.\n", "")
