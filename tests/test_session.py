@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -313,6 +314,19 @@ print(json.dumps([shown, again.text, again.cached_tokens, on.text, on.cached_tok
     again, on = chat.regenerate(2), chat.send("And?")
     here = [shown, again.text, again.cached_tokens, on.text, on.cached_tokens, [turn.seed for turn in chat.turns]]
     assert json.loads(ran.stdout) == here and again.cached_tokens == again.prompt_tokens
+
+
+def test_ten_turns_with_two_pictures_on_the_demo(tmp_path):
+    """What docs/sessions.md tells: the script fails if warm, cold, saved and loaded ever differ, or copies outgrow their bytes."""
+    script = Path(__file__).parents[1] / "benchmarks" / "sessions.py"
+    command = [sys.executable, str(script), "--turns", "1", "--snapshot-bytes", "1500000", "--json", str(tmp_path / "found.json")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    encoded = [line["encoded"] for line in found["lines"]]
+    assert encoded[0] == found["lines"][0]["prompt"] and all(count < 100 for count in encoded[1:])
+    assert found["lines"][4]["prompt"] > 3 * found["window"] and found["later"]["again"]["encoded"] == 0
+    assert found["later"]["loaded"]["encoded"] < 40
 
 
 def test_an_empty_session_can_be_saved(pipe, tmp_path):
