@@ -6,6 +6,10 @@ arithmetic step of norms, rotations and samplers, which at thirty layers is most
 of one expert and multiplied by a grouped product, packed or not, and what stands between two products is one launch.
 
 Sizes must be whole tiles (`K % 64`, rows of 256 numbers); what is not goes the plain way.
+
+mlx compiles each source at its first use, in every process again (CustomKernel::eval_gpu keeps none on disk). That takes more than
+a second, mostly for headers of mlx, whatever the kernel does. So what differs within a model (shapes of matrices, widths of
+heads, a mask or none) is an argument wherever no loop over registers depends on it; tests/test_cuda.py counts the sources.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from .plain import Angles
 PACKED_BITS = (4, 8)  # affine, groups of 64: mlx's defaults
 ROW = 256  # numbers of a warp's turn over a row
 MOST = 8192  # numbers of a row that a block holds
+INPUTS = 4096  # of a packed matrix that shares a kernel; those with more, up to twice, three times as many, have their own
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def _by_packed(x: mx.array, layer: Packed) -> mx.array:
     rows = x.reshape(-1, x.shape[-1])
     tile = _tile(len(rows))
     count = -(-len(rows) // tile.height)
-    out = _grouped(rows, layer, tile, _zeros(count), None, 1, first=False, rows=len(rows))
+    out = _grouped(rows, layer, tile, _zeros(count), None, len(rows))
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -150,25 +155,50 @@ def _tile(rows: float) -> Tile:
     return next((tile for tile in TILES if 1.2 * rows <= tile.height), TILES[-1])
 
 
-def _grouped(
-    x: mx.array, stack: nn.Module, tile: Tile, owner: mx.array, source: mx.array | None, experts: int, first: bool, rows: int
-) -> mx.array:
-    """Rows of tiles `[rows, O]` (`first`: gelu(gate) * up, `[rows, O / 2]`): see cu/grouped.cu."""
+def _grouped(x: mx.array, stack: nn.Module, tile: Tile, owner: mx.array, source: mx.array | None, rows: int) -> mx.array:
+    """Rows of tiles `[rows, O]`; with a `source`, gelu(gate) * up of its rows, `[rows, O / 2]`: see cu/grouped.cu."""
     (*_, outputs, inputs), bits = stack.shape, stack.format.bits if isinstance(stack, Packed) else 16
-    call = (
-        f"dgemma::grouped<{tile.down}, {tile.across}, {tile.rows}, {tile.columns}, {tile.stages}, {bits}, "
-        f"{str(first).lower()}, {str(source is not None).lower()}, {inputs}, {outputs}>"
-    )
-    names = ["x", "w", *(("scales", "biases") if bits < 16 else ()), *(("source",) if source is not None else ()), "owner"]
-    given = [x, stack.weight, *((stack.scales, stack.biases) if bits < 16 else ()), *((source,) if source is not None else ()), owner]
-    put = lambda name: name if name in names else "nullptr"
-    # How many rows there are is read from the rows themselves, or, gathered, from the tiles.
-    many = "x_shape[0]" if source is None else f"owner_shape[0] * {tile.height}"
-    body = f"{call}(x, w, {put('scales')}, {put('biases')}, {put('source')}, owner, out, {experts}, {many});"
-    kernel = _kernel("grouped.cu", body, " ".join(names), "out", tile.shared(bits, inputs))
-    columns = outputs // 2 if first else outputs
-    blocks = -(-columns // (tile.width // 2 if first else tile.width)), owner.size
+    most = -(-inputs // INPUTS) * INPUTS
+    if bits < 16:
+        _allow(tile, bits, most)
+    packed = (stack.scales, stack.biases) if bits < 16 else ()
+    given = [x, stack.weight, *packed, owner if source is None else source, owner]
+    columns, width = (outputs, tile.width) if source is None else (outputs // 2, tile.width // 2)
+    blocks = -(-columns // width), owner.size
+    kernel = _product(tile, bits, most, tile.shared(bits, inputs))
     return _run(kernel, given, blocks, tile.threads, ((rows, columns), mx.bfloat16))[0]
+
+
+@functools.cache
+def _product(tile: Tile, bits: int, most: int, shared: int):
+    """The kernel of a tile and a number of bits: one for all shapes of matrices of at most so many inputs."""
+    sizes = f"{tile.down}, {tile.across}, {tile.rows}, {tile.columns}, {tile.stages}, {bits}"
+    body = PRODUCT.replace("SIZES", sizes).replace("HEIGHT", str(tile.height))
+    if bits == 16:
+        return _kernel("grouped.cu", body.replace("PACKED", "nullptr, nullptr"), "x w source owner", "out", shared)
+    body = f"// at most {most} inputs{body.replace('PACKED', 'scales, biases')}"
+    return _kernel("grouped.cu", body, "x w scales biases source owner", "out", shared)
+
+
+# A stack of experts has three dimensions. Where there is no source the owners stand in its place, one a tile, not one a row.
+PRODUCT = """
+  const bool first = source_shape[0] > owner_shape[0];
+  dgemma::grouped<SIZES>(x, w, PACKED, source, owner, out, first, w_ndim == 3 ? w_shape[0] : 1,
+                         first ? owner_shape[0] * HEIGHT : x_shape[0], x_shape[1], w_shape[w_ndim - 2]);
+"""
+
+
+@functools.cache
+def _allow(tile: Tile, bits: int, most: int) -> None:
+    """Let the kernel of packed matrices take the shared memory of its widest.
+
+    mlx 0.32.4 allows a kernel what its first launch asks for (CustomKernel::eval_gpu), and a later launch that asks for more
+    fails. So the first is this one: the widest, of one tile that belongs to no expert, which ends at once.
+    """
+    kernel = _product(tile, bits, most, tile.shared(bits, most))
+    row, scales, nobody = mx.zeros((1, 64), mx.bfloat16), mx.zeros((8, 1), mx.bfloat16), mx.ones((1,), mx.int32)
+    given = [row, mx.zeros((8, 2 * bits), mx.uint32), scales, scales, nobody, nobody]
+    mx.eval(_run(kernel, given, (1, 1), tile.threads, ((1, 8), mx.bfloat16)))
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -179,26 +209,30 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: flo
     batch, heads, length, width = queries.shape
     if queries.dtype != mx.bfloat16 or width != 256 or (mask is not None and mask.dtype != mx.bool_):
         return plain.attention(queries, keys, values, scale=scale, mask=mask)
-    body = ATTENTION.replace("SCALE", f"{float(scale)!r}f").replace("MASKED", str(mask is not None).lower())
-    masked = mask is not None
-    body = body.replace("MASK", MASK if masked else "nullptr, 0, 0")
-    kernel = _kernel("attention.cu", body, "queries keys values" + masked * " mask", "out", 5 * 64 * 2 * width, views=True)
-    given = [queries, keys, values, *([mask] if masked else [])]
+    body = ATTENTION.replace("SCALE", f"{float(scale)!r}f")
+    kernel = _kernel("attention.cu", body, "queries keys values mask", "out", 5 * 64 * 2 * width, views=True)
+    given = [queries, keys, values, _no_mask() if mask is None else mask]
     blocks = batch * heads, -(-length // 64)
     # Written as the next projection reads it: [B, L, H, E].
     return _run(kernel, given, blocks, 256, ((batch, length, heads, width), queries.dtype))[0].swapaxes(1, 2)
 
 
+@functools.cache
+def _no_mask() -> mx.array:
+    """Stands where a mask would, with fewer dimensions, so that a kernel with one and a kernel without are the same."""
+    return mx.array([True])
+
+
 ATTENTION = """
   const int H = queries_shape[1], L = queries_shape[2], b = blockIdx.x / H, h = blockIdx.x % H, k = h / (H / keys_shape[1]);
   using bytes = const unsigned char*;
-  dgemma::attend<MASKED>((bytes)(queries + b * queries_strides[0] + h * queries_strides[1]),
-                         (bytes)(keys + b * keys_strides[0] + k * keys_strides[1]),
-                         (bytes)(values + b * values_strides[0] + k * values_strides[1]), 2 * queries_strides[2],
-                         2 * keys_strides[2], 2 * values_strides[2], MASK, L, keys_shape[2], SCALE,
-                         out + ((size_t)b * L * H + h) * 256, (size_t)H * 512);
+  dgemma::attend((bytes)(queries + b * queries_strides[0] + h * queries_strides[1]),
+                 (bytes)(keys + b * keys_strides[0] + k * keys_strides[1]),
+                 (bytes)(values + b * values_strides[0] + k * values_strides[1]), 2 * queries_strides[2],
+                 2 * keys_strides[2], 2 * values_strides[2],
+                 mask_ndim == 4 ? mask + (mask_shape[0] == 1 ? 0 : b * mask_strides[0]) : nullptr, mask_strides[2],
+                 mask_strides[3], L, keys_shape[2], SCALE, out + ((size_t)b * L * H + h) * 256, (size_t)H * 512);
 """
-MASK = "mask + (mask_shape[0] == 1 ? 0 : b * mask_strides[0]), mask_strides[2], mask_strides[3]"
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -223,8 +257,8 @@ def experts(rows: mx.array, chosen: mx.array, weights: mx.array, gate_up: nn.Mod
     tile = _tile(count * k / number)
     source, owner, place = _lay_out(chosen.astype(mx.int32), number, tile.height)
     slots = owner.size * tile.height
-    inside = _grouped(rows, gate_up, tile, owner, source, number, first=True, rows=slots)
-    out = _grouped(inside, down, tile, owner, None, number, first=False, rows=slots)
+    inside = _grouped(rows, gate_up, tile, owner, source, slots)
+    out = _grouped(inside, down, tile, owner, None, slots)
     kernel = _kernel("routing.cu", f"dgemma::combine<{hidden}, {k}>(y, place, weights, out);", "y place weights", "out")
     return _run(kernel, [out, place, weights.astype(mx.float32)], (count, 1), hidden // 8, ((count, hidden), rows.dtype))[0]
 
@@ -240,12 +274,12 @@ def _lay_out(chosen: mx.array, experts: int, size: int) -> tuple[mx.array, mx.ar
     pairs = chosen.size
     tiles = pairs // size + min(experts, pairs)
     body = (
-        "const int pairs = chosen_shape[0] * chosen_shape[1];"
-        f"dgemma::lay_out<{experts}, {chosen.shape[1]}, {size}>(chosen, source, owner, place, pairs, pairs / {size} + min({experts}, pairs));"
+        "const int pairs = chosen_shape[0] * chosen_shape[1], size = tile_shape[0];"
+        f"dgemma::lay_out<{experts}, {chosen.shape[1]}>(chosen, source, owner, place, size, pairs, pairs / size + min({experts}, pairs));"
     )
-    kernel = _kernel("routing.cu", body, "chosen", "source owner place")
+    kernel = _kernel("routing.cu", body, "chosen tile", "source owner place")
     outputs = ((tiles * size,), mx.int32), ((tiles,), mx.int32), (chosen.shape, mx.int32)
-    return tuple(_run(kernel, [chosen], (experts, 1), 256, *outputs))
+    return tuple(_run(kernel, [chosen, _zeros(size)], (experts, 1), 256, *outputs))  # a shape tells the size sooner than memory
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -301,7 +335,7 @@ def heads(
     width = queries.shape[-1]
     if queries.dtype != mx.bfloat16 or width not in (256, 512):
         return plain.heads(queries, keys, values, query_weight, key_weight, eps, angles)
-    kernel = _kernel("rows.cu", HEADS.replace("WIDTH", str(width)).replace("EPS", f"{eps!r}f"), *HEADS_NAMES, views=True)
+    kernel = _kernel("rows.cu", HEADS.replace("EPS", f"{eps!r}f"), *HEADS_NAMES, views=True)
     positions = queries.shape[0] * queries.shape[2] * (queries.shape[1] + 2 * keys.shape[1])
     given = [queries, keys, values, query_weight, key_weight, *angles]
     outputs = [(x.shape, x.dtype) for x in (queries, keys, values)]
@@ -310,25 +344,19 @@ def heads(
 
 HEADS_NAMES = "queries keys values query_weight key_weight cos sin", "new_queries new_keys new_values"
 HEADS = """
-  const int H = queries_shape[1], KV = keys_shape[1], L = queries_shape[2], row = blockIdx.x * 8 + (threadIdx.x >> 5);
-  const int l = row % L, all = H + 2 * KV, b = row / L / all;
-  int h = row / L % all;
+  const int H = queries_shape[1], KV = keys_shape[1], L = queries_shape[2], E = queries_shape[3], all = H + 2 * KV;
+  const int row = blockIdx.x * 8 + (threadIdx.x >> 5), l = row % L, b = row / L / all, h = row / L % all, k = (h - H) % KV;
   if (b >= queries_shape[0]) return;
-  const size_t turn = (cos_shape[0] == 1 ? 0 : (size_t)b * L * WIDTH) + (size_t)l * WIDTH;
-  if (h < H) {
-    dgemma::head<WIDTH>(queries + b * queries_strides[0] + h * queries_strides[1] + l * queries_strides[2], query_weight,
-                        cos + turn, sin + turn, EPS, new_queries + ((size_t)(b * H + h) * L + l) * WIDTH);
-    return;
-  }
-  const bool key = (h -= H) < KV;
-  h %= KV;
-  const size_t out = ((size_t)(b * KV + h) * L + l) * WIDTH;
-  if (key)
-    dgemma::head<WIDTH>(keys + b * keys_strides[0] + h * keys_strides[1] + l * keys_strides[2], key_weight, cos + turn,
-                        sin + turn, EPS, new_keys + out);
-  else
-    dgemma::head<WIDTH>(values + b * values_strides[0] + h * values_strides[1] + l * values_strides[2], nullptr, nullptr,
-                        nullptr, EPS, new_values + out);
+  const bool query = h < H, key = !query && h < H + KV;
+  const size_t turn = (cos_shape[0] == 1 ? 0 : (size_t)b * L * E) + (size_t)l * E;
+  const auto x = query ? queries + b * queries_strides[0] + h * queries_strides[1] + l * queries_strides[2]
+                 : key ? keys + b * keys_strides[0] + k * keys_strides[1] + l * keys_strides[2]
+                       : values + b * values_strides[0] + k * values_strides[1] + l * values_strides[2];
+  const auto out = (query ? new_queries : key ? new_keys : new_values) + ((size_t)(query ? b * H + h : b * KV + k) * L + l) * E;
+  const auto weight = query ? query_weight : key ? key_weight : nullptr;
+  const float* turned = query || key ? cos + turn : nullptr;
+  if (E == 256) dgemma::head<256>(x, weight, turned, sin + turn, EPS, out);
+  if (E == 512) dgemma::head<512>(x, weight, turned, sin + turn, EPS, out);
 """
 
 

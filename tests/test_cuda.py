@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import dgemma  # noqa: F401
-from dgemma import cuda, plain
+from dgemma import convert, cuda, geometry, kernels, plain, weights
+from dgemma.config import ModelConfig
 from dgemma.formats import Format
 from dgemma.matrices import ExpertStack, Packed, PackedEmbedding, PackedExpertStack, PackedLinear
+from dgemma.model import DiffusionGemma
 
 on_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="these kernels run on NVIDIA GPUs")
 WORST = 8e-3  # of the largest number: bfloat16 keeps 8 bits, and a few of them are rounded one after the other
@@ -188,3 +190,60 @@ def test_what_our_kernels_do_not_read_goes_the_plain_way():
     assert isinstance(layer, Packed) and cuda._is_packed(layer, x) and not cuda._is_packed(layer, wide(x)[0])
     rows, branch, weight = (random(*shape, dtype=mx.float32) for shape in ((2, 256), (2, 256), (256,)))
     assert mx.array_equal(cuda.add_normed(rows, branch, weight, 1e-6), plain.add_normed(rows, branch, weight, 1e-6))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What each kernel, that is each source to compile, asks of shared memory, launch by launch; nothing is computed."""
+    found: dict[tuple, list[int]] = {}
+
+    def cuda_kernel(*, source, header, input_names, output_names, shared_memory, **_):
+        def launch(*, inputs, output_shapes, output_dtypes, **_):
+            kinds = tuple((array.dtype, array.ndim > 0) for array in inputs)  # the types of its arguments
+            found.setdefault((header, source, *input_names, *kinds, *output_dtypes), []).append(shared_memory)
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes)]
+
+        return launch
+
+    cached = (cuda._kernel, cuda._product, cuda._allow)
+    for function in cached:
+        function.cache_clear()
+    monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_kernel, raising=False)
+    monkeypatch.setattr(mx, "eval", lambda *_: None)
+    monkeypatch.setattr(mx, "async_eval", lambda *_: None)
+    for name in [name for name, function in vars(kernels).items() if callable(function) and hasattr(cuda, name)]:
+        monkeypatch.setattr(kernels, name, getattr(cuda, name))
+    yield found
+    for function in cached:
+        function.cache_clear()
+
+
+def converse(bits, prompts):
+    """Lay out a turn after each prompt by a model of the released shapes, two steps each; five layers are sliding, one is full."""
+    config = ModelConfig.from_dict(geometry.config("full", layers=6))
+    model = DiffusionGemma(config)
+    weights.pack(model, convert.choose(config, bits and Format.of(bits=bits))[0])
+    model.apply(lambda array: weights.cast(array, mx.bfloat16))
+    for prompt in prompts:
+        caches, canvas, belief = model.make_caches(), mx.zeros((1, 256), mx.int32), None
+        model.prefill(np.full((1, prompt), 7), [], caches)
+        for _ in range(2):
+            scores = model.scores(model.canvas_hidden(canvas, caches, belief)[0])
+            belief = model.soft_embed(kernels.believe(scores, 30.0, 0.6, mx.zeros((256,)))[-1])[None]
+        model.extend(np.full((1, 256), 7), caches)
+
+
+@pytest.mark.parametrize("bits, one_prompt, two", [(None, 11, 12), (4, 13, 16), (8, 12, 14)])
+def test_a_model_has_few_kernels(launches, bits, one_prompt, two):
+    """Each takes mlx a second and a half to compile, in every process."""
+    converse(bits, [1024])
+    assert len(launches) == one_prompt
+    converse(bits, [20])  # whose experts have tiles of 16 rows
+    assert len(launches) == two
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_kernel_is_first_launched_with_the_most_memory_it_may_take(launches, bits):
+    converse(bits, [1024, 20])
+    grouped = [asked for asked in launches.values() if len(set(asked)) > 1]
+    assert grouped and all(asked[0] >= max(asked) for asked in grouped)

@@ -2,10 +2,9 @@
 // tiles of 64, and each query keeps the largest score so far, the sum of its exponentials and the values weighted by them.
 //
 // A block is 64 queries of one head: 4 x 2 warps, 16 queries each, the two warps of a row each half of a tile's keys; what
-// they found is put together at the end. blockIdx = (head of the batch, queries). Masks are read where there are any, and
-// tiles that they hide altogether are passed over.
+// they found is put together at the end. blockIdx = (head of the batch, queries). Masks are read where there are any
+// (`mask` is null where there are none), and tiles that they hide altogether are passed over.
 
-template <bool MASKED>
 __device__ __forceinline__ void attend(
     const unsigned char* queries, const unsigned char* keys, const unsigned char* values, size_t query_step, size_t key_step,
     size_t value_step, const bool* mask, size_t mask_step, size_t mask_unit, int length, int stored, float scale, void* out,
@@ -41,13 +40,13 @@ __device__ __forceinline__ void attend(
     asm volatile("cp.async.commit_group;");
     const int from = tile * BN + side * 32 + 2 * q;  // this lane's first key
     u32 seen = ~0u;                                  // a bit for each of its 16 scores
-    if (MASKED || (tile + 1) * BN > stored) {
+    if (mask || (tile + 1) * BN > stored) {
       seen = 0;
 #pragma unroll
       for (int bit = 0; bit < 16; bit++) {
         const int row = mine + (bit >> 1 & 1) * 8, key = from + (bit >> 2) * 8 + (bit & 1);
         const bool there = row < length && key < stored;
-        if (there && (!MASKED || mask[(size_t)row * mask_step + (size_t)key * mask_unit])) seen |= 1u << bit;
+        if (there && (!mask || mask[(size_t)row * mask_step + (size_t)key * mask_unit])) seen |= 1u << bit;
       }
     }
     asm volatile("cp.async.wait_group 1;");

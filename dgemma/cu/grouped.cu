@@ -4,8 +4,11 @@
 // their way into registers.
 //
 //   block    BM = 16 WM MT rows x BN = 8 WN NT weight rows, WM x WN warps; blockIdx = (columns, tile)
-//   FIRST    weights are gate over up: a block takes BN / 2 rows of each, and writes gelu(gate) * up
-//   GATHER   rows are x[source[...]], else a tile's own
+//   first    an expert's first product: rows are x[source[...]], else a tile's own; weights are gate over up, of which a block
+//            takes BN / 2 rows each, and writes gelu(gate) * up
+//
+// K, O and `first` are no parameters of the template, or each shape of matrix were a kernel to compile: what depends on them
+// stands before and after the loop over K.
 //
 // In shared memory a row of 64 numbers is eight chunks of 16 bytes, chunk c at c ^ (row & 7), so that the eight rows that
 // ldmatrix reads at once lie in different banks.
@@ -27,32 +30,32 @@ __device__ __forceinline__ u32 unpack8(u32 two, float scale, float bias) {
   return pack(fmaf(a, scale, bias), fmaf(b, scale, bias));
 }
 
-template <int WM, int WN, int MT, int NT, int STAGES, int BITS, bool FIRST, bool GATHER, int K, int O>
+template <int WM, int WN, int MT, int NT, int STAGES, int BITS>
 __device__ __forceinline__ void grouped(
     const void* x, const void* w, const void* scales, const void* biases, const int* source, const int* owner, void* out,
-    int experts, int rows) {
+    bool first, int experts, int rows, int K, int O) {
   constexpr int BM = 16 * WM * MT, BN = 8 * WN * NT, THREADS = 32 * WM * WN;
-  constexpr int COLUMNS = FIRST ? O / 2 : O, SPAN = FIRST ? BN / 2 : BN;  // what is written; by a block
-  constexpr int GROUPS = K / 64, LINE = 8 * BITS;                        // bytes of 64 weights of a row
+  constexpr int LINE = 8 * BITS;  // bytes of 64 weights of a row
   constexpr int A_BYTES = BM * 128, B_BYTES = BN * LINE, STAGE = A_BYTES + B_BYTES;
   constexpr int A_COPIES = BM * 8 / THREADS, CHUNKS = LINE / 16, B_COPIES = (BN * CHUNKS + THREADS - 1) / THREADS;
-  extern __shared__ __align__(128) unsigned char buffers[];  // STAGES x [A | B], then scales and biases [BN, GROUPS]
+  extern __shared__ __align__(128) unsigned char buffers[];  // STAGES x [A | B], then scales and biases [BN, groups]
+  const int groups = K / 64, columns = first ? O / 2 : O, span = first ? BN / 2 : BN;  // of K; what is written; by a block
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, wm = warp / WN, wn = warp % WN;
-  const int tile = blockIdx.y, expert = owner[tile], n0 = blockIdx.x * SPAN;
+  const int tile = blockIdx.y, expert = owner[tile], n0 = blockIdx.x * span;
   if (expert >= experts) return;
 
   // The weight row behind row b of the block; a warp's NT x 8 rows are gate's and then up's. Past the end: the last ones.
   auto weight_row = [&](int b) {
-    if (!FIRST) return min(n0 + b, O - 8 + (b & 7));
+    if (!first) return min(n0 + b, O - 8 + (b & 7));
     const int group = b / (8 * NT), j = b / 8 % NT, up = j >= NT / 2;
     const int n = n0 + (group * (NT / 2) + j % (NT / 2)) * 8;
-    return min(n, COLUMNS - 8) + (b & 7) + up * COLUMNS;
+    return min(n, columns - 8) + (b & 7) + up * columns;
   };
   const unsigned char *from_a[A_COPIES], *from_b[B_COPIES];
 #pragma unroll
   for (int i = 0; i < A_COPIES; i++) {
     int row = tile * BM + thread / 8 + i * (THREADS / 8);
-    row = GATHER ? source[row] : min(row, rows - 1);
+    row = first ? source[row] : min(row, rows - 1);
     from_a[i] = (const unsigned char*)x + (size_t)row * (2 * K) + thread % 8 * 16;
   }
 #pragma unroll
@@ -77,34 +80,38 @@ __device__ __forceinline__ void grouped(
     }
   };
   const unsigned short* scale_of = (const unsigned short*)(buffers + STAGES * STAGE);
-  const unsigned short* bias_of = scale_of + BN * GROUPS;
-  if (BITS < 16) {  // eight rows of scales are 16 GROUPS bytes in a row
-    for (int at = thread; at < BN / 8 * GROUPS; at += THREADS) {
-      const size_t from = ((size_t)expert * O + weight_row(at / GROUPS * 8)) * GROUPS * 2 + at % GROUPS * 16;
-      copy16(in_shared(scale_of) + at * 16, (const unsigned char*)scales + from);
-      copy16(in_shared(bias_of) + at * 16, (const unsigned char*)biases + from);
+  const unsigned short* bias_of = scale_of + BN * groups;
+  if (BITS < 16) {  // eight rows of scales are 16 groups bytes in a row
+    for (int eight = warp; eight < BN / 8; eight += WM * WN) {
+      const size_t from = ((size_t)expert * O + weight_row(eight * 8)) * groups * 2;
+      for (int at = lane; at < groups; at += 32) {
+        copy16(in_shared(scale_of) + (eight * groups + at) * 16, (const unsigned char*)scales + from + at * 16);
+        copy16(in_shared(bias_of) + (eight * groups + at) * 16, (const unsigned char*)biases + from + at * 16);
+      }
     }
   }
 #pragma unroll
   for (int k = 0; k < STAGES - 1; k++) {
-    if (k < GROUPS) fetch(k);
+    if (k < groups) fetch(k);
     asm volatile("cp.async.commit_group;");
   }
 
   float c[MT][NT][4] = {};
   const int r = lane >> 2, q = lane & 3;
-  for (int k = 0; k < GROUPS; k++) {
+  for (int k = 0; k < groups; k++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncthreads();  // everybody's copies of step k are there, and step k - 1's buffer is free
-    if (k + STAGES - 1 < GROUPS) fetch(k + STAGES - 1);
+    if (k + STAGES - 1 < groups) fetch(k + STAGES - 1);
     asm volatile("cp.async.commit_group;");
     const u32 a = base + k % STAGES * STAGE, b = a + A_BYTES;
     u32 scale[NT], bias[NT];
     if (BITS < 16) {
+      int apart = 8 * groups;
+      asm volatile("" : "+r"(apart));  // or the addresses of all scales live in registers: 99 and not 96 for 4 bits, MT = 2
 #pragma unroll
       for (int j = 0; j < NT; j++) {
-        const int at = ((wn * NT + j) * 8 + r) * GROUPS + k;
-        scale[j] = scale_of[at], bias[j] = bias_of[at];
+        const unsigned short* at = scale_of + (wn * NT * 8 + r) * groups + k + j * apart;
+        scale[j] = *at, bias[j] = at[BN / 8 * apart];
         if (BITS == 4) scale[j] *= 0x10001u, bias[j] *= 0x10001u;
         if (BITS == 8) scale[j] <<= 16, bias[j] <<= 16;
       }
@@ -148,18 +155,19 @@ __device__ __forceinline__ void grouped(
     }
   }
 
-  constexpr int SHOWN = FIRST ? NT / 2 : NT;
+  const int shown = first ? NT / 2 : NT;
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = tile * BM + (wm * MT + m) * 16 + h * 8 + r;
 #pragma unroll
-      for (int j = 0; j < SHOWN; j++) {
-        const int column = n0 + (wn * SHOWN + j) * 8 + 2 * q;
+      for (int j = 0; j < NT; j++) {
+        const int column = n0 + (wn * shown + j) * 8 + 2 * q, up = (j + NT / 2) % NT;
         float u = c[m][j][2 * h], v = c[m][j][2 * h + 1];
-        if (FIRST) u = gelu(u) * c[m][j + NT / 2][2 * h], v = gelu(v) * c[m][j + NT / 2][2 * h + 1];
-        if (row < rows && column < COLUMNS) ((u32*)out)[((size_t)row * COLUMNS + column) / 2] = pack(u, v);
+        if (first && j >= NT / 2) continue;
+        if (first) u = gelu(u) * c[m][up][2 * h], v = gelu(v) * c[m][up][2 * h + 1];
+        if (row < rows && column < columns) ((u32*)out)[((size_t)row * columns + column) / 2] = pack(u, v);
       }
     }
 }

@@ -41,8 +41,8 @@ __device__ __forceinline__ void route(const void* scores, int* chosen, float* sh
 // A block for each expert: `chosen [pairs]` laid out in tiles of R places, an expert's tiles one after the other.
 //   source [tiles R]  the row that fills a place (0 where none does)      owner [tiles]  the tile's expert, X where unused
 //   place [pairs]     where a pair went
-template <int X, int TOP, int R>
-__device__ __forceinline__ void lay_out(const int* chosen, int* source, int* owner, int* place, int pairs, int tiles) {
+template <int X, int TOP>
+__device__ __forceinline__ void lay_out(const int* chosen, int* source, int* owner, int* place, int R, int pairs, int tiles) {
   __shared__ int counts[X], parts[32];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, warps = blockDim.x >> 5, expert = blockIdx.x;
   for (int i = thread; i < X; i += blockDim.x) counts[i] = 0;
