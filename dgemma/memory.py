@@ -119,8 +119,8 @@ class Memory(Past):
             taken = runs(part[0] == image)
             with self._unbroken():
                 self.model.prefill(part, waiting[:taken], self.caches, part.shape[1])
+                self._passed(self._coming[len(self.spelled) : end])
             waiting = waiting[taken:]
-            self._passed(self._coming[len(self.spelled) : end])
         self._copy()
         return cached
 
@@ -128,7 +128,7 @@ class Memory(Past):
         """Encode a finished block `[1, C]`."""
         with self._unbroken():
             super().write(tokens)
-        self._passed(tokens[0].tolist())
+            self._passed(tokens[0].tolist())
 
     def keep(self, rows: Sequence[int]) -> None:
         """A conversation has one row, and keeps it."""
@@ -147,24 +147,27 @@ class Memory(Past):
 
     def forget(self) -> None:
         """Let go of everything but the cuts: what comes next is encoded anew, in the same passes."""
-        self._torn = False
-        self.caches = self.model.make_caches(None, self.packing)
-        self.kept = Kept(self.kept.budget)
+        with self._unbroken():
+            self.caches = self.model.make_caches(None, self.packing)
+            self.kept = Kept(self.kept.budget)
 
     def repack(self, packing: Packing | None) -> None:
         """From now on keys and values are packed like that; those that are packed otherwise are forgotten."""
         if packing != self.packing:
-            self.packing = packing
-            self.forget()
+            with self._unbroken():
+                self.packing = packing
+                self.forget()
 
     # -- on a disk ----------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """All that it holds, as a record (JSON) and arrays by name, for `restore` of a memory of the same model."""
+        if self._torn or self.length not in (0, *self.cuts):  # broken off midway: no rows to go on from
+            self.forget()
         arrays: dict[str, mx.array] = {}
         for number, cache in enumerate(self.caches):
             arrays |= named(f"now.{number}", *cache.temporal_view())
-        kept: list[int | str] = list(self.kept)
+        kept: list[int | str] = [key for key in self.kept if isinstance(key, str) or key in self.cuts]
         for key in kept:
             thing = self.kept.peek(key)
             if isinstance(key, int):
@@ -236,7 +239,8 @@ class Memory(Past):
         elif cut < self.length:
             rows = self.kept.get(cut)
             waiting = None if rows is None else iter(rows)
-            self.caches = [back(cache, cut, waiting) for cache in self.caches]
+            with self._unbroken():  # layers are trimmed in place, one after the other
+                self.caches = [back(cache, cut, waiting) for cache in self.caches]
 
     def _reachable(self, cut: int) -> bool:
         """Whether the caches can be cut back to `cut`."""
@@ -257,7 +261,7 @@ class Memory(Past):
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """A pass that is broken off leaves layers of different lengths: then all is forgotten before the next one."""
+        """What is broken off here leaves layers of different lengths: then all is forgotten before the next pass."""
         self._torn = True
         yield
         self._torn = False

@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 import scripted
 from conftest import add_words
-from dgemma import Block, Finished, Pipeline, SessionError, Step
+from dgemma import Block, Finished, Pipeline, SessionError, Step, memory
 from dgemma.errors import OptionError, OutputError, PromptError
+from dgemma.memory import Memory
 from dgemma.session import fingerprint
 from dgemma.vision import Patches
 from oracle import tiny
@@ -209,6 +210,40 @@ def test_ctrl_c_inside_a_step(pipe, monkeypatch):
         chat.send("And?")
     monkeypatch.undo()
     assert len(chat.turns) == 1 and chat.send("And?").cached_tokens > 0
+
+
+@pytest.mark.parametrize("where", ["prefill", "write", "cut back", "between"])
+def test_ctrl_c_anywhere_in_the_caches_costs_only_time(pipe, tmp_path, monkeypatch, where):
+    """Layers of different lengths are neither answered from nor saved."""
+    chat = pipe.chat(steps=3, max_new_tokens=20)
+    for number in range(3):
+        chat.send(f"Question {number}, long enough for a ring of twelve?")
+    kind = type(chat._memory.caches[-1])
+    layers = sum(type(cache) is kind for cache in chat._memory.caches)
+    target, name, after = {
+        "prefill": (kind, "append_window", 0),
+        "write": (kind, "append_window", layers),
+        "cut back": (memory, "back", 1),
+        "between": (Memory, "_passed", 0),
+    }[where]
+    whole, calls = getattr(target, name), []
+
+    def breaks(*args):
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(target, name, breaks)
+    with pytest.raises(KeyboardInterrupt):
+        chat.edit(1, "Something else that is asked?")
+    monkeypatch.undo()
+    chat.save(tmp_path / "chat.safetensors")
+    again = pipe.load_chat(tmp_path / "chat.safetensors")
+    assert said(again) == said(chat)
+    cold = pipe.load_chat(tmp_path / "chat.safetensors")
+    cold.forget()
+    assert len({one.edit(1, "Another?").tokens for one in (chat, again, cold)}) == 1
 
 
 def test_an_error_leaves_the_conversation_as_it_was(pipe, monkeypatch):
