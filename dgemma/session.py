@@ -143,7 +143,8 @@ class Session:
         return self._answer(self._turns[:place], self._asked(message, images, settings), settings)
 
     def forget(self) -> None:
-        """Let go of all that is encoded; the next turn begins cold, with the same outcome."""
+        """Let go of all that is encoded; the next turn begins cold, with the same outcome. PromptError while an answer is written."""
+        self._idle()
         self._memory.forget()
 
     # -- on a disk ----------------------------------------------------------------------------------------------------
@@ -197,13 +198,12 @@ class Session:
         return self._events(list(before), asked, request, self._version)
 
     def _events(self, before: list[Turn], asked: tuple[Message, ...], request: Request, version: int) -> Iterator[Event]:
-        if self._writing:
-            raise PromptError("this chat is writing another answer; read that stream to its end, or close it")
-        if version != self._version:
-            raise PromptError("this chat has gone on since this stream was made; make it again")
-        self._writing = True
         answering = Answering(self._pipe.model, self._pipe.processor, request, self._memory)
         reader = answering.rows[0].reader
+        self._idle()
+        if version != self._version:
+            raise PromptError("this chat has gone on since this stream was made; make it again")
+        self._writing = True  # right before the try: an interruption between them would lock the chat
         try:
             self._memory.repack(request.options.packing)
             with closing(iter(answering)) as events:
@@ -220,6 +220,10 @@ class Session:
             raise
         finally:
             self._writing = False
+
+    def _idle(self) -> None:
+        if self._writing:
+            raise PromptError("this chat is writing another answer; read that stream to its end, or close it")
 
     def _turned(self, before: list[Turn], asked: tuple[Message, ...], reply: Message, request: Request) -> None:
         self._turns, self._version = [*before, Turn(asked, reply, request.seeds[0])], self._version + 1
@@ -323,7 +327,8 @@ def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _last(events: Iterator[Event]) -> Answer:
-    for event in events:
-        if isinstance(event, Finished):
-            return event.answers[0]
+    with closing(events):  # an interruption between two events would else leave the stream open, held by its traceback
+        for event in events:
+            if isinstance(event, Finished):
+                return event.answers[0]
     raise AssertionError("a stream ends with Finished")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import scripted
 from conftest import add_words
-from dgemma import Block, Finished, Pipeline, SessionError, Step, memory
+from dgemma import Block, Finished, Pipeline, SessionError, Step, memory, session
 from dgemma.errors import OptionError, OutputError, PromptError
 from dgemma.memory import Memory
 from dgemma.session import fingerprint
@@ -244,6 +245,48 @@ def test_ctrl_c_anywhere_in_the_caches_costs_only_time(pipe, tmp_path, monkeypat
     cold = pipe.load_chat(tmp_path / "chat.safetensors")
     cold.forget()
     assert len({one.edit(1, "Another?").tokens for one in (chat, again, cold)}) == 1
+
+
+def test_ctrl_c_before_the_first_event_or_between_two_leaves_the_chat_free(pipe, monkeypatch):
+    chat = pipe.chat(max_new_tokens=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "Answering", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            chat.send("Hello?")
+    with monkeypatch.context() as patch:
+        stream = chat.stream
+        patch.setattr(chat, "stream", lambda *args: Interrupted(stream(*args)))
+        with pytest.raises(KeyboardInterrupt) as held:  # its traceback is held, as by an interactive session
+            chat.send("Hello?")
+    assert chat.send("Hello?").text and held and len(chat.turns) == 1
+
+
+class Interrupted:
+    """Events, between the second and the third of which Ctrl-C comes."""
+
+    def __init__(self, events):
+        self._events, self._given = events, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._given += 1
+        if self._given == 3:
+            signal.raise_signal(signal.SIGINT)
+        return next(self._events)
+
+    def close(self):
+        self._events.close()
+
+
+def test_nothing_is_forgotten_while_an_answer_is_written(pipe):
+    chat = pipe.chat()
+    events = chat.stream("Hello?")
+    next(events)
+    with pytest.raises(PromptError, match="is writing another answer"):
+        chat.forget()
+    assert list(events)[-1].answers[0].tokens == pipe("Hello?").tokens
 
 
 def test_an_error_leaves_the_conversation_as_it_was(pipe, monkeypatch):
