@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
+import numpy as np
 
 from . import files, stored
 from .errors import CheckpointError, SessionError
@@ -31,7 +32,7 @@ def write(name: str | Path, kind: str, version: int, owner: str, record: Any, ar
     Arrays are evaluated one at a time.
     """
     try:
-        text = json.dumps(record, allow_nan=False)
+        text = json.dumps(record, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise SessionError(f"{name}: something said cannot be written as JSON ({error})") from None
     fields = {"format": kind, "version": str(version), "owner": owner, "record": text}
@@ -67,6 +68,13 @@ def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, di
     arrays = mx.load(str(path), format="safetensors")
     mx.eval(arrays)
     return json.loads(fields["record"]), arrays
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's as Python's; TypeError for anything else."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is neither text nor a number")
 
 
 def _header(fields: Mapping[str, str], arrays: Mapping[str, mx.array]) -> bytes:

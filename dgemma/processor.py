@@ -140,7 +140,8 @@ class Processor:
         for message in messages:
             content = message.get("content") or ""
             if not isinstance(content, str):
-                content = [_in_place(part, *next(waiting)) if _is_image(part) else part for part in content]
+                parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+                content = [_in_place(part, *next(waiting)) if _is_image(part) else part for part in parts]
             made.append({**message, "content": content})
         return made
 
@@ -260,7 +261,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
             raise PromptError(f"message {number} has content {_brief(content)}; a string or a list of parts is needed")
         for part in content:
             _check_part(part, number)
-    if messages[-1]["role"] == "user" and not _says_something(messages[-1]["content"]):
+    if messages[-1]["role"] == "user" and not _says_something(messages[-1].get("content") or ""):
         raise PromptError("the prompt is empty; ask something")
     return list(messages)
 

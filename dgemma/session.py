@@ -68,11 +68,11 @@ class Session:
         snapshot_bytes: int = BUDGET,
         **settings: Any,
     ):
-        self._pipe, self._settings = pipe, _given(settings)
+        self._pipe, self._settings = pipe, _own(_given(settings))
         of_the_answer = {name: value for name, value in self._settings.items() if name not in OF_THE_PROMPT}
-        packing = Request.of(pipe.options, 1, False, of_the_answer).options.packing
-        self._memory = Memory(pipe.model, packing, every=snapshot_every, budget=snapshot_bytes)
-        self._opening, self._turns = self._parted(system, messages or ())
+        request = Request.of(pipe.options, 1, False, of_the_answer)
+        self._memory = Memory(pipe.model, request.options.packing, every=snapshot_every, budget=snapshot_bytes)
+        self._opening, self._turns = self._parted(system, messages, request.seeds[0])
         self._version, self._writing = 0, False
 
     # -- what was said ------------------------------------------------------------------------------------------------
@@ -80,12 +80,12 @@ class Session:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far."""
-        return tuple(self._turns)
+        return tuple(Turn(tuple(_own(turn.asked)), _own(turn.reply), turn.seed) for turn in self._turns)
 
     @property
     def messages(self) -> list[Message]:
         """The conversation as messages, which a pipeline or another session can go on from."""
-        return self._told(self._turns)
+        return _own(self._told(self._turns))
 
     @property
     def cached_tokens(self) -> int:
@@ -159,7 +159,7 @@ class Session:
         record = {
             "settings": {name: value for name, value in self._settings.items() if name not in NOT_KEPT},
             "opening": _written(self._opening),
-            "turns": [{"asked": _written(turn.asked), "reply": turn.reply, "seed": turn.seed} for turn in self._turns],
+            "turns": [{"asked": _written(turn.asked), "reply": _written([turn.reply]), "seed": turn.seed} for turn in self._turns],
             "pictures": {
                 digest: {"soft_tokens": image.soft_tokens, "size": image.size, "resized": image.resized}
                 for digest, image in pictures.items()
@@ -184,7 +184,9 @@ class Session:
                 for digest, one in record["pictures"].items()
             }  # fmt: skip
             made._opening = _read(record["opening"], pictures)
-            made._turns = [Turn(_read(one["asked"], pictures), one["reply"], one["seed"]) for one in record["turns"]]
+            made._turns = [
+                Turn(_read(one["asked"], pictures), *_read(one["reply"], pictures), one["seed"]) for one in record["turns"]
+            ]
             named = {name: settings[f"snapshot_{name}"] for name in ("every", "bytes") if f"snapshot_{name}" in settings}
             made._memory = Memory.restore(pipe.model, record["memory"] | named, arrays)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -226,11 +228,10 @@ class Session:
             raise PromptError("this chat is writing another answer; read that stream to its end, or close it")
 
     def _turned(self, before: list[Turn], asked: tuple[Message, ...], reply: Message, request: Request) -> None:
-        self._turns, self._version = [*before, Turn(asked, reply, request.seeds[0])], self._version + 1
+        self._turns, self._version = [*before, Turn(asked, _own(reply), request.seeds[0])], self._version + 1
 
     def _images(self) -> Iterator[Patches]:
-        asked = [self._opening, *(turn.asked for turn in self._turns)]
-        return (part["image"] for messages in asked for part in image_parts(messages))
+        return (part["image"] for part in image_parts(self._told(self._turns)))
 
     def _told(self, turns: Sequence[Turn | tuple[Message, ...]]) -> list[Message]:
         """Messages of turns, the last of which may still be without a reply."""
@@ -253,13 +254,18 @@ class Session:
 
     def _pictured(self, messages: Sequence[Message], sources: Sequence[Any], settings: Mapping[str, Any]) -> list[Message]:
         budget = (self._settings | _given(settings)).get("image_budget")
-        return self._pipe.processor.pictured(messages, sources, budget)
+        try:
+            return _own(self._pipe.processor.pictured(messages, sources, budget))
+        except RecursionError:
+            raise PromptError("a message holds itself, or is nested too deep") from None
 
-    def _parted(self, system: str | None, messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Turn]]:
+    def _parted(self, system: str | None, messages: Sequence[Message] | None, seed: int) -> tuple[tuple[Message, ...], list[Turn]]:
         """A conversation so far as its opening and its turns."""
         if system is not None and not isinstance(system, str):
             raise PromptError(f"system is {system!r}; a string is needed")
-        told = ([] if system is None else [{"role": "system", "content": system}]) + list(messages)
+        if messages is not None and not isinstance(messages, (list, tuple)):
+            raise PromptError(f"messages are of type {type(messages).__name__}; a list is needed")
+        told = ([] if system is None else [{"role": "system", "content": system}]) + list(messages or ())
         if not told:
             return (), []
         told = self._pictured(told, (), {})
@@ -271,7 +277,7 @@ class Session:
                 continue
             if not asked:
                 raise PromptError("an answer stands where a question is needed; turns begin with the user")
-            turns.append(Turn(tuple(asked), message, self._settings.get("seed", 0)))
+            turns.append(Turn(tuple(asked), message, seed))
             asked = []
         if asked:
             raise PromptError("the conversation ends with a question; leave it out and send it")
@@ -319,6 +325,13 @@ def _swapped(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[
             content = [{**part, "image": change(part["image"])} if part.get("type") == "image" else part for part in content]
         made.append({**message, "content": content})
     return made
+
+
+def _own(value: Any) -> Any:
+    """What shares nothing that can be changed with `value`; pictures cannot, and are shared."""
+    if isinstance(value, dict):
+        return {key: _own(one) for key, one in value.items()}
+    return [_own(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:

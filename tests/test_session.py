@@ -124,6 +124,49 @@ def test_history_may_come_along(pipe):
     assert [turn.reply["content"] for turn in chat.turns][0] == "Red."
 
 
+def test_what_is_given_and_what_is_shown_can_be_changed_without_changing_the_conversation(pipe):
+    asked, stop = [{"role": "user", "content": [{"type": "text", "text": "One?"}]}], ["zzz"]
+    chat = pipe.chat(stop=stop)
+    chat.send(asked)
+    before = said(chat)
+    asked[0]["content"][0]["text"] = "Two?"
+    stop.append(5)
+    for shown in (chat.messages, [*chat.turns[0].asked, chat.turns[0].reply]):
+        shown[0]["content"].append({"type": "text", "text": "!"})
+        shown[0]["content"][0]["text"] = shown[1]["content"] = "changed"
+    assert said(chat) == before
+    assert chat.send("Three?").text == pipe.chat(messages=chat.messages[:2]).send("Three?").text
+
+
+def test_a_picture_cannot_be_changed_in_place(pipe):
+    """Its digest is what the caches know it by."""
+    chat = pipe.chat()
+    chat.send("What is it?", [RED])
+    with pytest.raises(ValueError, match="read-only"):
+        chat.messages[0]["content"][0]["image"].pixels[:] = 0
+
+
+def test_content_in_all_its_forms(pipe, tmp_path):
+    """Parts that are plain strings, pictures in an answer, nothing said beside calls."""
+    parts = ["What is ", {"type": "text", "text": "it?"}]
+    told = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "image", "image": BLUE}, "This."]}]
+    chat = pipe.chat(messages=told)
+    answer = chat.send([{"role": "user", "content": ["And?"]}])
+    assert answer.text == pipe([*told, {"role": "user", "content": ["And?"]}]).text
+    chat.save(tmp_path / "chat.safetensors")
+    again = pipe.load_chat(tmp_path / "chat.safetensors")
+    assert said(again) == said(chat) and again.edit(1, "Or?").text == chat.edit(1, "Or?").text
+
+
+def test_seeds_and_settings_of_any_kind_of_number(pipe, tmp_path):
+    told = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for seed in ([3], np.uint64(3), np.int8(3)):
+        chat = pipe.chat(messages=told, seed=seed, confidence=np.float32(0.5), max_new_tokens=np.int64(5))
+        assert chat.regenerate().seed == 4
+        chat.save(tmp_path / "chat.safetensors")
+        assert pipe.load_chat(tmp_path / "chat.safetensors").regenerate().seed == 5
+
+
 def test_settings_of_the_chat_hold_unless_others_are_given(pipe):
     chat = pipe.chat(max_new_tokens=5, seed=3)
     assert (len(chat.send("One?").tokens), chat.turns[0].seed) == (5, 3)
@@ -522,11 +565,22 @@ def test_what_is_no_json_is_refused_and_nothing_written(pipe, tmp_path):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+def endless():
+    message = {"role": "user", "content": "?"}
+    message["note"] = [message]
+    return [message]
+
+
 @pytest.mark.parametrize(
     "make, error, message",
     [
         (lambda pipe: pipe.chat(system=3), PromptError, "system is 3; a string is needed"),
         (lambda pipe: pipe.chat(messages=[{"role": "user", "content": "?"}]), PromptError, "ends with a question"),
+        (lambda pipe: pipe.chat(messages=5), PromptError, "messages are of type int; a list is needed"),
+        (lambda pipe: pipe.chat(messages=np.zeros(2)), PromptError, "messages are of type ndarray; a list is needed"),
+        (lambda pipe: pipe.chat().send(endless()), PromptError, "holds itself"),
+        (lambda pipe: pipe.chat().send([{"role": "user", "tool_calls": []}]), PromptError, "empty"),
+        (lambda pipe: pipe.chat().send([{"role": "user", "content": None, "tool_calls": []}]), PromptError, "empty"),
         (lambda pipe: pipe.chat(messages=[{"role": "assistant", "content": "!"}]), PromptError, "turns begin with the user"),
         (lambda pipe: pipe.chat(steps=0), OptionError, "at least 1"),
         (lambda pipe: pipe.chat(unheard=1), OptionError, "unknown setting 'unheard'"),

@@ -71,6 +71,10 @@ class Patches:
     size: tuple[int, int]
     resized: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        for array in (self.pixels, self.positions):  # the digest below stands for them
+            array.flags.writeable = False
+
     @property
     def grid(self) -> tuple[int, int]:
         """(columns, rows) of patches."""
