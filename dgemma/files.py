@@ -12,7 +12,7 @@ from typing import BinaryIO
 from .errors import OutputError
 
 
-def check_output(name: str) -> None:
+def check_output(name: str | Path) -> None:
     """Refuse an output that cannot be written before any work is done."""
     try:
         path = Path(name).expanduser()
@@ -23,7 +23,7 @@ def check_output(name: str) -> None:
             raise OutputError(f"{name}: there is no folder {parent}; make it first")
         if not os.access(path if path.exists() else parent, os.W_OK):
             raise OutputError(f"{name}: cannot be written (permission denied)")
-    except (ValueError, RuntimeError, OSError) as error:  # a NUL, no home, a name too long
+    except (TypeError, ValueError, RuntimeError, OSError) as error:  # no path, a NUL, no home, a name too long
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"{name}: not a file that can be written ({reason})") from None
 

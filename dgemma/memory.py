@@ -188,7 +188,11 @@ class Memory(Past):
         packing = None if record["packing"] is None else Packing(*record["packing"])
         made = cls(model, packing, every=record["every"], budget=record["bytes"])
         made.spelled, made.cuts = list(record["spelled"]), list(record["cuts"])
-        places = [0, *made.cuts]
+        places, kept = [0, *made.cuts], record["kept"]
+        if not all(type(place) is int for place in [*places, record["length"]]):
+            raise ValueError(f"cut at {made.cuts}, and caches of {record['length']!r}")
+        if not all(type(key) is str or (type(key) is int and key in made.cuts) for key in kept):
+            raise ValueError(f"kept {kept}, cut at {made.cuts}")
         if sorted(set(places)) != places or places[-1] != len(made.spelled) or record["length"] not in places:
             raise ValueError(f"{len(made.spelled)} tokens, cut at {made.cuts}, and caches of {record['length']}")
         shelf, layers = _Shelf(model, packing, arrays), model.config.text.layers
@@ -197,12 +201,15 @@ class Memory(Past):
             for number, (cache, layer) in enumerate(zip(made.caches, layers))
         ]
         rings = [layer for layer in layers if layer.kind == SLIDING]
-        for key in record["kept"]:
+        for key in kept:
             if isinstance(key, int):
                 rows = [shelf.rows(f"at {key}.{number}", layer, key) for number, layer in enumerate(rings)]
                 made.kept.put(key, rows, sum(nbytes(one) for one in rows))
             else:
-                made.kept.put(key, arrays[f"image {key}"], arrays[f"image {key}"].nbytes)
+                rows, width = arrays[f"image {key}"], model.config.text.hidden_size
+                if (rows.ndim, rows.shape[-1], rows.dtype) != (2, width, model.dtype):
+                    raise ValueError(f"features of shape {rows.shape}, {rows.dtype}")
+                made.kept.put(key, rows, rows.nbytes)
         return made
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -253,7 +260,7 @@ class Memory(Past):
     def _feature(self, image: Patches) -> mx.array:
         """An image's rows of the prompt `[n, D]`: kept ones, or by the tower, which gets it alone, as it always does here."""
         rows = self.kept.get(image.digest)
-        if rows is None:
+        if rows is None or len(rows) != image.soft_tokens:
             (rows,) = self.model.encode_images([image])
             mx.eval(rows)
             self.kept.put(image.digest, rows, rows.nbytes)

@@ -26,7 +26,7 @@ from dgemma.vision import Patches
 
 from . import archive, tools
 from .answer import Answer, Answering, Event, Finished
-from .errors import OptionError, PromptError, SessionError
+from .errors import ImageError, OptionError, PromptError, SessionError
 from .memory import BUDGET, EVERY, Memory
 from .model import DiffusionGemma
 from .processor import WRITTEN_BY_MODEL, Message, Processor, conversation
@@ -189,7 +189,11 @@ class Session:
             ]
             named = {name: settings[f"snapshot_{name}"] for name in ("every", "bytes") if f"snapshot_{name}" in settings}
             made._memory = Memory.restore(pipe.model, record["memory"] | named, arrays)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            if not all(type(turn.seed) is int and 0 <= turn.seed < 2**64 for turn in made._turns):
+                raise ValueError(f"seeds {[turn.seed for turn in made._turns]}")
+            if told := made._told(made._turns):
+                made._pictured(told, (), {"image_budget": None})
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, PromptError, ImageError) as error:
             raise SessionError(f"{path}: holds what no session can ({type(error).__name__}: {error})") from None
         return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 
@@ -526,12 +527,60 @@ def test_a_forged_file_is_refused(pipe, saved, monkeypatch):
         lambda r, a: r.update(turns=[1]),
         lambda r, a: r.pop("memory"),
         lambda r, a: r["memory"].update(cuts="x"),
+        lambda r, a: r["memory"].update(cuts=[float(cut) for cut in r["memory"]["cuts"]]),
+        lambda r, a: r["memory"].update(length=True),
+        lambda r, a: r["memory"]["kept"].append(3),
+        lambda r, a: r["turns"][0].update(seed="x"),
+        lambda r, a: r["turns"][0].update(reply=[5]),
+        lambda r, a: r["turns"][0]["asked"][0].update(role="nobody"),
+        lambda r, a: a.update({name: rows[:, :-1] for name, rows in a.items() if name.startswith("image ")}),
+        lambda r, a: a.update({name: rows[:, :-1] for name, rows in a.items() if name.startswith("pixels ")}),
+        lambda r, a: a.update({name: rows.reshape(-1) for name, rows in a.items() if name.startswith("positions ")}),
+        lambda r, a: a.update({name: rows[::-1] for name, rows in a.items() if name.startswith("positions ")}),
     ):
         forged, tensors = json.loads(json.dumps(record)), dict(arrays)
         change(forged, tensors)
         archive.write(saved, FORMAT, VERSION, owner, forged, tensors)
         with pytest.raises(SessionError, match="holds what no session can"):
             pipe.load_chat(saved)
+
+
+@pytest.mark.parametrize("change", [("record", "{"), ("record", "[" * 100000), ("record", None), ("owner", None), ("dtype", "F64")])
+def test_a_file_forged_to_its_digest_is_one_line(pipe, saved, change):
+    from dgemma import archive
+
+    whole = saved.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    fields, data = header["__metadata__"], whole[8 + length :]
+    fields.pop("digest")
+    key, value = change
+    if key == "dtype":
+        data += bytes(8)
+        header["more"] = {"dtype": "X9", "shape": [8], "data_offsets": [len(data) - 8, len(data)]}
+    elif value is None:
+        fields.pop(key)
+    else:
+        fields[key] = value
+    digest = archive._digest(fields)
+    digest.update(data)
+    fields["digest"] = digest.hexdigest()
+    text = json.dumps(header).encode()
+    saved.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    with pytest.raises(SessionError, match="chat.safetensors") as error:
+        pipe.load_chat(saved)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x", "", "/", "\0", "~nosuchuser/x", "a" * 5000, "\ud800", "pipe"])
+def test_names_that_are_no_files(pipe, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(OutputError):
+        pipe.chat().save(name)
+    with pytest.raises(SessionError):
+        pipe.load_chat(name)
+    assert os.listdir() == ["pipe"]
 
 
 def test_nothing_is_lost_when_a_file_cannot_be_written(pipe, folder, saved):
