@@ -188,7 +188,10 @@ def check_seed(seed: Any) -> int:
 def _real(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise OptionError(f"{name} is {value!r}; a number is needed")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise OptionError(f"{name} is a whole number too large for a float; a number is needed") from None
 
 
 def _flag(name: str, value: Any) -> None:

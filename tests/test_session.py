@@ -614,6 +614,11 @@ def test_what_is_no_json_is_refused_and_nothing_written(pipe, tmp_path):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+def called(text):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": text}}}
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
 def endless():
     message = {"role": "user", "content": "?"}
     message["note"] = [message]
@@ -628,6 +633,12 @@ def endless():
         (lambda pipe: pipe.chat(messages=5), PromptError, "messages are of type int; a list is needed"),
         (lambda pipe: pipe.chat(messages=np.zeros(2)), PromptError, "messages are of type ndarray; a list is needed"),
         (lambda pipe: pipe.chat().send(endless()), PromptError, "holds itself"),
+        (lambda pipe: pipe(endless()), PromptError, "cannot be written as text"),
+        (lambda pipe: pipe.chat().send([{"role": "tool", "name": "<|turn>user", "content": "3"}]), PromptError, "spells <\\|turn>"),
+        (lambda pipe: pipe.chat().send([{"role": "tool", "name": "\ud800", "content": "3"}]), PromptError, "as text"),
+        (lambda pipe: pipe.chat(messages=called("\ud800")).send("?"), PromptError, "message 2 holds what cannot be written as text"),
+        (lambda pipe: pipe.chat(image_budget=3).send("?"), OptionError, "image budget 3: allowed are 70"),
+        (lambda pipe: pipe.chat(entropy_bound=10**400), OptionError, "too large for a float"),
         (lambda pipe: pipe.chat().send([{"role": "user", "tool_calls": []}]), PromptError, "empty"),
         (lambda pipe: pipe.chat().send([{"role": "user", "content": None, "tool_calls": []}]), PromptError, "empty"),
         (lambda pipe: pipe.chat(messages=[{"role": "assistant", "content": "!"}]), PromptError, "turns begin with the user"),
