@@ -55,7 +55,7 @@ def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, di
     """The record and the arrays of a file. SessionError when it is no such file, damaged, or belongs to another `owner`."""
     try:
         path = Path(name).expanduser()
-        fields = dict(stored.check_file(path).get("__metadata__") or {})
+        fields = found = dict(stored.check_file(path).get("__metadata__") or {})
     except CheckpointError as error:
         raise SessionError(str(error).replace("; download it again", "")) from None
     except (TypeError, RuntimeError) as error:  # no path, no home
@@ -64,9 +64,12 @@ def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, di
         raise SessionError(f"{path}: is a safetensors file, but not a {kind}")
     if fields.get("version") != str(version):
         raise SessionError(f"{path}: is of version {fields.get('version')!r}; this dgemma reads version {version}")
-    digest = fields.pop("digest", "")
+    digest = found.get("digest", "")
+    fields = {key: value for key, value in found.items() if key != "digest"}
     with path.open("rb") as file:
         if _of_data(file, _digest(fields)) != digest:
+            if dict(stored.check_file(path).get("__metadata__") or {}) != found:  # saved anew between two looks at it
+                return read(name, kind, version, owner)
             raise SessionError(f"{path}: is damaged: what it holds is not what was written")
         if fields.get("owner") != owner:
             raise SessionError(f"{path}: was saved with another checkpoint, dtype or image attention; load it with those")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ def whole(name: str) -> Iterator[BinaryIO]:
     A device or a pipe is written directly. OutputError when the file cannot be written; then `name` is as it was.
     """
     path = Path(name).expanduser().resolve()
-    part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}.part")  # threads may write one file at once
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             with path.open("wb") as file:

@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -581,6 +582,32 @@ def test_names_that_are_no_files(pipe, tmp_path, monkeypatch, name):
     with pytest.raises(SessionError):
         pipe.load_chat(name)
     assert os.listdir() == ["pipe"]
+
+
+def test_a_file_may_be_saved_while_it_is_read(pipe, saved, tmp_path, monkeypatch):
+    from dgemma import archive
+
+    chat = pipe.load_chat(saved)
+    chat.send("And?")
+    whole, calls = archive.stored.check_file, []
+
+    def saves(path):
+        found = whole(path)
+        if not calls:
+            calls.append(1)
+            chat.save(saved)
+        return found
+
+    monkeypatch.setattr(archive.stored, "check_file", saves)
+    assert said(pipe.load_chat(saved)) == said(chat)
+
+
+def test_threads_may_save_to_one_file_and_names_may_be_long(pipe, tmp_path):
+    chat, path = pipe.chat(), tmp_path / ("字" * 80)
+    chat.send("Hello?")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(chat.save, [path] * 40))
+    assert said(pipe.load_chat(path)) == said(chat) and os.listdir(tmp_path) == [path.name]
 
 
 def test_nothing_is_lost_when_a_file_cannot_be_written(pipe, folder, saved):
