@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -273,7 +274,7 @@ class Session:
         if not told:
             return (), []
         told = self._pictured(told, (), {})
-        opening = tuple(told[:1]) if told[0]["role"] == "system" else ()
+        opening = tuple(takewhile(lambda message: message["role"] == "system", told))
         turns, asked = [], []
         for message in told[len(opening) :]:
             if message["role"] not in WRITTEN_BY_MODEL:

@@ -169,6 +169,13 @@ def test_seeds_and_settings_of_any_kind_of_number(pipe, tmp_path):
         assert pipe.load_chat(tmp_path / "chat.safetensors").regenerate().seed == 5
 
 
+def test_all_that_the_system_says_before_the_first_turn_stays(pipe):
+    told = [{"role": "system", "content": "B."}, {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    chat = pipe.chat(system="A.", messages=told)
+    chat.edit(0, "Or?")
+    assert [message["content"] for message in chat.messages[:2]] == ["A.", "B."]
+
+
 def test_settings_of_the_chat_hold_unless_others_are_given(pipe):
     chat = pipe.chat(max_new_tokens=5, seed=3)
     assert (len(chat.send("One?").tokens), chat.turns[0].seed) == (5, 3)
@@ -666,6 +673,7 @@ def endless():
         (lambda pipe: pipe.chat(messages=called("\ud800")).send("?"), PromptError, "message 2 holds what cannot be written as text"),
         (lambda pipe: pipe.chat(image_budget=3).send("?"), OptionError, "image budget 3: allowed are 70"),
         (lambda pipe: pipe.chat(entropy_bound=10**400), OptionError, "too large for a float"),
+        (lambda pipe: pipe.chat(seed=10**5000), OptionError, "seed is a number of 16610 bits"),
         (lambda pipe: pipe.chat().send([{"role": "user", "tool_calls": []}]), PromptError, "empty"),
         (lambda pipe: pipe.chat().send([{"role": "user", "content": None, "tool_calls": []}]), PromptError, "empty"),
         (lambda pipe: pipe.chat(messages=[{"role": "assistant", "content": "!"}]), PromptError, "turns begin with the user"),
