@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
+import numpy as np
 
 from . import files, stored
-from .errors import CheckpointError, SessionError
+from .errors import CheckpointError, OutputError, SessionError
 
 DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.int32: "I32", mx.uint32: "U32"}
 PIECE = 1 << 24  # bytes of a file that are hashed at a time
@@ -31,10 +32,13 @@ def write(name: str | Path, kind: str, version: int, owner: str, record: Any, ar
     Arrays are evaluated one at a time.
     """
     try:
-        text = json.dumps(record, allow_nan=False)
+        text = json.dumps(record, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise SessionError(f"{name}: something said cannot be written as JSON ({error})") from None
     fields = {"format": kind, "version": str(version), "owner": owner, "record": text}
+    files.check_output(name)
+    if Path(name).expanduser().exists() and not Path(name).expanduser().is_file():  # to open a pipe would be to wait for ever
+        raise OutputError(f"{name}: is no regular file; give another name")
     with files.whole(str(name)) as file:
         digest = _digest(fields)
         begin = len(_header(fields | {"digest": digest.hexdigest()}, arrays))  # a digest is as long as any other
@@ -49,24 +53,40 @@ def write(name: str | Path, kind: str, version: int, owner: str, record: Any, ar
 
 def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, dict[str, mx.array]]:
     """The record and the arrays of a file. SessionError when it is no such file, damaged, or belongs to another `owner`."""
-    path = Path(name).expanduser()
     try:
-        fields = dict(stored.check_file(path).get("__metadata__") or {})
+        path = Path(name).expanduser()
+        fields = found = dict(stored.check_file(path).get("__metadata__") or {})
     except CheckpointError as error:
         raise SessionError(str(error).replace("; download it again", "")) from None
+    except (TypeError, RuntimeError) as error:  # no path, no home
+        raise SessionError(f"{name}: not a file that can be read ({error})") from None
     if fields.get("format") != kind:
         raise SessionError(f"{path}: is a safetensors file, but not a {kind}")
     if fields.get("version") != str(version):
         raise SessionError(f"{path}: is of version {fields.get('version')!r}; this dgemma reads version {version}")
-    digest = fields.pop("digest", "")
+    digest = found.get("digest", "")
+    fields = {key: value for key, value in found.items() if key != "digest"}
     with path.open("rb") as file:
         if _of_data(file, _digest(fields)) != digest:
+            if dict(stored.check_file(path).get("__metadata__") or {}) != found:  # saved anew between two looks at it
+                return read(name, kind, version, owner)
             raise SessionError(f"{path}: is damaged: what it holds is not what was written")
-    if fields["owner"] != owner:
-        raise SessionError(f"{path}: was saved with another checkpoint, dtype or image attention; load it with those")
-    arrays = mx.load(str(path), format="safetensors")
-    mx.eval(arrays)
-    return json.loads(fields["record"]), arrays
+        if fields.get("owner") != owner:
+            raise SessionError(f"{path}: was saved with another checkpoint, dtype or image attention; load it with those")
+        file.seek(0)
+        try:
+            arrays = mx.load(file, format="safetensors")  # this file, not one that has taken its place since
+            mx.eval(arrays)
+            return json.loads(fields["record"]), arrays
+        except (KeyError, ValueError, RuntimeError) as error:  # what only a forger can have written; RecursionError is one
+            raise SessionError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's as Python's; TypeError for anything else."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is neither text nor a number")
 
 
 def _header(fields: Mapping[str, str], arrays: Mapping[str, mx.array]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import BinaryIO
 from .errors import OutputError
 
 
-def check_output(name: str) -> None:
+def check_output(name: str | Path) -> None:
     """Refuse an output that cannot be written before any work is done."""
     try:
         path = Path(name).expanduser()
@@ -23,7 +24,7 @@ def check_output(name: str) -> None:
             raise OutputError(f"{name}: there is no folder {parent}; make it first")
         if not os.access(path if path.exists() else parent, os.W_OK):
             raise OutputError(f"{name}: cannot be written (permission denied)")
-    except (ValueError, RuntimeError, OSError) as error:  # a NUL, no home, a name too long
+    except (TypeError, ValueError, RuntimeError, OSError) as error:  # no path, a NUL, no home, a name too long
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"{name}: not a file that can be written ({reason})") from None
 
@@ -35,7 +36,7 @@ def whole(name: str) -> Iterator[BinaryIO]:
     A device or a pipe is written directly. OutputError when the file cannot be written; then `name` is as it was.
     """
     path = Path(name).expanduser().resolve()
-    part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}.part")  # threads may write one file at once
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             with path.open("wb") as file:

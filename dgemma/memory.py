@@ -119,8 +119,8 @@ class Memory(Past):
             taken = runs(part[0] == image)
             with self._unbroken():
                 self.model.prefill(part, waiting[:taken], self.caches, part.shape[1])
+                self._passed(self._coming[len(self.spelled) : end])
             waiting = waiting[taken:]
-            self._passed(self._coming[len(self.spelled) : end])
         self._copy()
         return cached
 
@@ -128,7 +128,7 @@ class Memory(Past):
         """Encode a finished block `[1, C]`."""
         with self._unbroken():
             super().write(tokens)
-        self._passed(tokens[0].tolist())
+            self._passed(tokens[0].tolist())
 
     def keep(self, rows: Sequence[int]) -> None:
         """A conversation has one row, and keeps it."""
@@ -147,24 +147,27 @@ class Memory(Past):
 
     def forget(self) -> None:
         """Let go of everything but the cuts: what comes next is encoded anew, in the same passes."""
-        self._torn = False
-        self.caches = self.model.make_caches(None, self.packing)
-        self.kept = Kept(self.kept.budget)
+        with self._unbroken():
+            self.caches = self.model.make_caches(None, self.packing)
+            self.kept = Kept(self.kept.budget)
 
     def repack(self, packing: Packing | None) -> None:
         """From now on keys and values are packed like that; those that are packed otherwise are forgotten."""
         if packing != self.packing:
-            self.packing = packing
-            self.forget()
+            with self._unbroken():
+                self.packing = packing
+                self.forget()
 
     # -- on a disk ----------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """All that it holds, as a record (JSON) and arrays by name, for `restore` of a memory of the same model."""
+        if self._torn or self.length not in (0, *self.cuts):  # broken off midway: no rows to go on from
+            self.forget()
         arrays: dict[str, mx.array] = {}
         for number, cache in enumerate(self.caches):
             arrays |= named(f"now.{number}", *cache.temporal_view())
-        kept: list[int | str] = list(self.kept)
+        kept: list[int | str] = [key for key in self.kept if isinstance(key, str) or key in self.cuts]
         for key in kept:
             thing = self.kept.peek(key)
             if isinstance(key, int):
@@ -185,7 +188,11 @@ class Memory(Past):
         packing = None if record["packing"] is None else Packing(*record["packing"])
         made = cls(model, packing, every=record["every"], budget=record["bytes"])
         made.spelled, made.cuts = list(record["spelled"]), list(record["cuts"])
-        places = [0, *made.cuts]
+        places, kept = [0, *made.cuts], record["kept"]
+        if not all(type(place) is int for place in [*places, record["length"]]):
+            raise ValueError(f"cut at {made.cuts}, and caches of {record['length']!r}")
+        if not all(type(key) is str or (type(key) is int and key in made.cuts) for key in kept):
+            raise ValueError(f"kept {kept}, cut at {made.cuts}")
         if sorted(set(places)) != places or places[-1] != len(made.spelled) or record["length"] not in places:
             raise ValueError(f"{len(made.spelled)} tokens, cut at {made.cuts}, and caches of {record['length']}")
         shelf, layers = _Shelf(model, packing, arrays), model.config.text.layers
@@ -194,12 +201,15 @@ class Memory(Past):
             for number, (cache, layer) in enumerate(zip(made.caches, layers))
         ]
         rings = [layer for layer in layers if layer.kind == SLIDING]
-        for key in record["kept"]:
+        for key in kept:
             if isinstance(key, int):
                 rows = [shelf.rows(f"at {key}.{number}", layer, key) for number, layer in enumerate(rings)]
                 made.kept.put(key, rows, sum(nbytes(one) for one in rows))
             else:
-                made.kept.put(key, arrays[f"image {key}"], arrays[f"image {key}"].nbytes)
+                rows, width = arrays[f"image {key}"], model.config.text.hidden_size
+                if (rows.ndim, rows.shape[-1], rows.dtype) != (2, width, model.dtype):
+                    raise ValueError(f"features of shape {rows.shape}, {rows.dtype}")
+                made.kept.put(key, rows, rows.nbytes)
         return made
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -236,7 +246,8 @@ class Memory(Past):
         elif cut < self.length:
             rows = self.kept.get(cut)
             waiting = None if rows is None else iter(rows)
-            self.caches = [back(cache, cut, waiting) for cache in self.caches]
+            with self._unbroken():  # layers are trimmed in place, one after the other
+                self.caches = [back(cache, cut, waiting) for cache in self.caches]
 
     def _reachable(self, cut: int) -> bool:
         """Whether the caches can be cut back to `cut`."""
@@ -249,7 +260,7 @@ class Memory(Past):
     def _feature(self, image: Patches) -> mx.array:
         """An image's rows of the prompt `[n, D]`: kept ones, or by the tower, which gets it alone, as it always does here."""
         rows = self.kept.get(image.digest)
-        if rows is None:
+        if rows is None or len(rows) != image.soft_tokens:
             (rows,) = self.model.encode_images([image])
             mx.eval(rows)
             self.kept.put(image.digest, rows, rows.nbytes)
@@ -257,7 +268,7 @@ class Memory(Past):
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """A pass that is broken off leaves layers of different lengths: then all is forgotten before the next one."""
+        """What is broken off here leaves layers of different lengths: then all is forgotten before the next pass."""
         self._torn = True
         yield
         self._torn = False

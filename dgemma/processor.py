@@ -140,7 +140,8 @@ class Processor:
         for message in messages:
             content = message.get("content") or ""
             if not isinstance(content, str):
-                content = [_in_place(part, *next(waiting)) if _is_image(part) else part for part in content]
+                parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+                content = [_in_place(part, *next(waiting)) if _is_image(part) else part for part in parts]
             made.append({**message, "content": content})
         return made
 
@@ -191,8 +192,13 @@ class Processor:
             if message["role"] not in WRITTEN_BY_MODEL:
                 for part in message["content"]:
                     self._refuse(part.get("text", ""), f"message {number}")
-            for call in message.get("tool_calls") or ():
-                self._refuse(json.dumps(call, ensure_ascii=False, default=str), f"message {number}")
+            beside = {key: value for key, value in message.items() if key not in ("role", "content")}  # names, calls
+            try:
+                text = json.dumps(beside, ensure_ascii=False, default=str)
+                text.encode()  # half a surrogate pair is no text
+            except (TypeError, ValueError, RecursionError) as error:
+                raise PromptError(f"message {number} holds what cannot be written as text ({_first_line(error)})") from None
+            self._refuse(text, f"message {number}")
 
     def _declare(self, tools: Sequence[Any]) -> list[dict[str, Any]]:
         declared = tooling.declarations(tools)
@@ -208,6 +214,8 @@ class Processor:
     def _cut(self, sources: Sequence[Any], budget: int | None) -> tuple[Patches, ...]:
         """The patches of each picture."""
         vision, most = self.config.vision, self.image_budget if budget is None else budget
+        if budget is not None and (type(budget) is not int or budget not in BUDGETS):  # also where no picture is
+            raise OptionError(f"image budget {budget!r}: allowed are {', '.join(map(str, BUDGETS))} soft tokens an image")
         if sources and vision is None:
             raise PromptError(
                 f"{len(sources)} image(s) given, but this checkpoint has no vision tower: it reads text only"
@@ -260,7 +268,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
             raise PromptError(f"message {number} has content {_brief(content)}; a string or a list of parts is needed")
         for part in content:
             _check_part(part, number)
-    if messages[-1]["role"] == "user" and not _says_something(messages[-1]["content"]):
+    if messages[-1]["role"] == "user" and not _says_something(messages[-1].get("content") or ""):
         raise PromptError("the prompt is empty; ask something")
     return list(messages)
 

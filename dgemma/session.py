@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from dgemma.vision import Patches
 
 from . import archive, tools
 from .answer import Answer, Answering, Event, Finished
-from .errors import OptionError, PromptError, SessionError
+from .errors import ImageError, OptionError, PromptError, SessionError
 from .memory import BUDGET, EVERY, Memory
 from .model import DiffusionGemma
 from .processor import WRITTEN_BY_MODEL, Message, Processor, conversation
@@ -68,11 +69,11 @@ class Session:
         snapshot_bytes: int = BUDGET,
         **settings: Any,
     ):
-        self._pipe, self._settings = pipe, _given(settings)
+        self._pipe, self._settings = pipe, _own(_given(settings))
         of_the_answer = {name: value for name, value in self._settings.items() if name not in OF_THE_PROMPT}
-        packing = Request.of(pipe.options, 1, False, of_the_answer).options.packing
-        self._memory = Memory(pipe.model, packing, every=snapshot_every, budget=snapshot_bytes)
-        self._opening, self._turns = self._parted(system, messages or ())
+        request = Request.of(pipe.options, 1, False, of_the_answer)
+        self._memory = Memory(pipe.model, request.options.packing, every=snapshot_every, budget=snapshot_bytes)
+        self._opening, self._turns = self._parted(system, messages, request.seeds[0])
         self._version, self._writing = 0, False
 
     # -- what was said ------------------------------------------------------------------------------------------------
@@ -80,12 +81,12 @@ class Session:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far."""
-        return tuple(self._turns)
+        return tuple(Turn(tuple(_own(turn.asked)), _own(turn.reply), turn.seed) for turn in self._turns)
 
     @property
     def messages(self) -> list[Message]:
         """The conversation as messages, which a pipeline or another session can go on from."""
-        return self._told(self._turns)
+        return _own(self._told(self._turns))
 
     @property
     def cached_tokens(self) -> int:
@@ -143,7 +144,8 @@ class Session:
         return self._answer(self._turns[:place], self._asked(message, images, settings), settings)
 
     def forget(self) -> None:
-        """Let go of all that is encoded; the next turn begins cold, with the same outcome."""
+        """Let go of all that is encoded; the next turn begins cold, with the same outcome. PromptError while an answer is written."""
+        self._idle()
         self._memory.forget()
 
     # -- on a disk ----------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ class Session:
         record = {
             "settings": {name: value for name, value in self._settings.items() if name not in NOT_KEPT},
             "opening": _written(self._opening),
-            "turns": [{"asked": _written(turn.asked), "reply": turn.reply, "seed": turn.seed} for turn in self._turns],
+            "turns": [{"asked": _written(turn.asked), "reply": _written([turn.reply]), "seed": turn.seed} for turn in self._turns],
             "pictures": {
                 digest: {"soft_tokens": image.soft_tokens, "size": image.size, "resized": image.resized}
                 for digest, image in pictures.items()
@@ -183,10 +185,16 @@ class Session:
                 for digest, one in record["pictures"].items()
             }  # fmt: skip
             made._opening = _read(record["opening"], pictures)
-            made._turns = [Turn(_read(one["asked"], pictures), one["reply"], one["seed"]) for one in record["turns"]]
+            made._turns = [
+                Turn(_read(one["asked"], pictures), *_read(one["reply"], pictures), one["seed"]) for one in record["turns"]
+            ]
             named = {name: settings[f"snapshot_{name}"] for name in ("every", "bytes") if f"snapshot_{name}" in settings}
             made._memory = Memory.restore(pipe.model, record["memory"] | named, arrays)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            if not all(type(turn.seed) is int and 0 <= turn.seed < 2**64 for turn in made._turns):
+                raise ValueError(f"seeds {[turn.seed for turn in made._turns]}")
+            if told := made._told(made._turns):
+                made._pictured(told, (), {"image_budget": None})
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, PromptError, ImageError) as error:
             raise SessionError(f"{path}: holds what no session can ({type(error).__name__}: {error})") from None
         return made
 
@@ -197,13 +205,12 @@ class Session:
         return self._events(list(before), asked, request, self._version)
 
     def _events(self, before: list[Turn], asked: tuple[Message, ...], request: Request, version: int) -> Iterator[Event]:
-        if self._writing:
-            raise PromptError("this chat is writing another answer; read that stream to its end, or close it")
-        if version != self._version:
-            raise PromptError("this chat has gone on since this stream was made; make it again")
-        self._writing = True
         answering = Answering(self._pipe.model, self._pipe.processor, request, self._memory)
         reader = answering.rows[0].reader
+        self._idle()
+        if version != self._version:
+            raise PromptError("this chat has gone on since this stream was made; make it again")
+        self._writing = True  # right before the try: an interruption between them would lock the chat
         try:
             self._memory.repack(request.options.packing)
             with closing(iter(answering)) as events:
@@ -221,12 +228,15 @@ class Session:
         finally:
             self._writing = False
 
+    def _idle(self) -> None:
+        if self._writing:
+            raise PromptError("this chat is writing another answer; read that stream to its end, or close it")
+
     def _turned(self, before: list[Turn], asked: tuple[Message, ...], reply: Message, request: Request) -> None:
-        self._turns, self._version = [*before, Turn(asked, reply, request.seeds[0])], self._version + 1
+        self._turns, self._version = [*before, Turn(asked, _own(reply), request.seeds[0])], self._version + 1
 
     def _images(self) -> Iterator[Patches]:
-        asked = [self._opening, *(turn.asked for turn in self._turns)]
-        return (part["image"] for messages in asked for part in image_parts(messages))
+        return (part["image"] for part in image_parts(self._told(self._turns)))
 
     def _told(self, turns: Sequence[Turn | tuple[Message, ...]]) -> list[Message]:
         """Messages of turns, the last of which may still be without a reply."""
@@ -249,17 +259,22 @@ class Session:
 
     def _pictured(self, messages: Sequence[Message], sources: Sequence[Any], settings: Mapping[str, Any]) -> list[Message]:
         budget = (self._settings | _given(settings)).get("image_budget")
-        return self._pipe.processor.pictured(messages, sources, budget)
+        try:
+            return _own(self._pipe.processor.pictured(messages, sources, budget))
+        except RecursionError:
+            raise PromptError("a message holds itself, or is nested too deep") from None
 
-    def _parted(self, system: str | None, messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Turn]]:
+    def _parted(self, system: str | None, messages: Sequence[Message] | None, seed: int) -> tuple[tuple[Message, ...], list[Turn]]:
         """A conversation so far as its opening and its turns."""
         if system is not None and not isinstance(system, str):
             raise PromptError(f"system is {system!r}; a string is needed")
-        told = ([] if system is None else [{"role": "system", "content": system}]) + list(messages)
+        if messages is not None and not isinstance(messages, (list, tuple)):
+            raise PromptError(f"messages are of type {type(messages).__name__}; a list is needed")
+        told = ([] if system is None else [{"role": "system", "content": system}]) + list(messages or ())
         if not told:
             return (), []
         told = self._pictured(told, (), {})
-        opening = tuple(told[:1]) if told[0]["role"] == "system" else ()
+        opening = tuple(takewhile(lambda message: message["role"] == "system", told))
         turns, asked = [], []
         for message in told[len(opening) :]:
             if message["role"] not in WRITTEN_BY_MODEL:
@@ -267,7 +282,7 @@ class Session:
                 continue
             if not asked:
                 raise PromptError("an answer stands where a question is needed; turns begin with the user")
-            turns.append(Turn(tuple(asked), message, self._settings.get("seed", 0)))
+            turns.append(Turn(tuple(asked), message, seed))
             asked = []
         if asked:
             raise PromptError("the conversation ends with a question; leave it out and send it")
@@ -317,13 +332,21 @@ def _swapped(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[
     return made
 
 
+def _own(value: Any) -> Any:
+    """What shares nothing that can be changed with `value`; pictures cannot, and are shared."""
+    if isinstance(value, dict):
+        return {key: _own(one) for key, one in value.items()}
+    return [_own(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that are given; None says that one is not."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
 def _last(events: Iterator[Event]) -> Answer:
-    for event in events:
-        if isinstance(event, Finished):
-            return event.answers[0]
+    with closing(events):  # an interruption between two events would else leave the stream open, held by its traceback
+        for event in events:
+            if isinstance(event, Finished):
+                return event.answers[0]
     raise AssertionError("a stream ends with Finished")

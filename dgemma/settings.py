@@ -173,6 +173,8 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     """A whole number, of at least `least` if that is given; OptionError."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise OptionError(f"{name} is {value!r}; a whole number is needed")
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python writes no number of more than 4,300 digits
+        raise OptionError(f"{name} is a number of {value.bit_length()} bits; a smaller one is needed")
     if least is not None and value < least:
         raise OptionError(f"{name} is {value}; at least {least} is needed")
     return int(value)
@@ -188,7 +190,10 @@ def check_seed(seed: Any) -> int:
 def _real(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise OptionError(f"{name} is {value!r}; a number is needed")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise OptionError(f"{name} is a whole number too large for a float; a number is needed") from None
 
 
 def _flag(name: str, value: Any) -> None:

@@ -241,6 +241,7 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
         if args.resume:
             talk.load(args.resume)
     live = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="surrogateescape")  # what is no UTF-8 is refused with its line, not with all that follow
     if live:
         print(f"{args.model or 'demo'} on {backend.device_name()}. /help lists the commands.", file=sys.stderr)
     refused = False
@@ -257,6 +258,10 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
                 raise
             kept = "the conversation is as it was" if talk.session.turns == before else "what was finished is kept; /retry answers again"
             print(f"dgemma: stopped; {kept}", file=sys.stderr)
+        except Exception as error:  # noqa: BLE001: a failure must not take what was said with it
+            if not live or isinstance(error, OSError):  # that is the terminal's
+                raise
+            print(f"dgemma: failed ({render.one_line(f'{type(error).__name__}: {error}')}); the conversation is as it was", file=sys.stderr)
     return 2 if refused else 0
 
 
@@ -333,4 +338,6 @@ def lines(live: bool) -> Iterator[str]:
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:  # too late for an answer, or a line thought better of: not a reason to lose what was said
+            print()
 

@@ -520,6 +520,48 @@ def test_chat_goes_on_after_a_mistake_and_remembers_it_in_the_exit_code(run):
     ]
 
 
+def test_chat_refuses_a_line_that_is_no_text_and_goes_on(run):
+    code, out, err = run("chat", *SHORT, stdin=b"Hello\n\xff\xfe\n/save ~nosuchuser/x\n/history\n")
+    assert code == 2 and "user: Hello\nassistant: " in out
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["dgemma"] * 2 and "no Unicode text" in err
+
+
+def test_ctrl_c_at_the_prompt_loses_nothing(monkeypatch, capsys):
+    typed = iter(["One", KeyboardInterrupt, "Two", EOFError])
+
+    def types(_):
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", types)
+    assert list(talk.lines(live=True)) == ["One", "Two"]
+
+
+def test_a_failure_at_a_terminal_loses_nothing(run, monkeypatch):
+    typed = iter(["Hello", "Again", "/history"])
+    monkeypatch.setattr(talk, "lines", lambda live: typed)
+
+    class Terminal(io.TextIOWrapper):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal(io.BytesIO()))
+    whole, calls = talk.Conversation.ask, []
+
+    def fails(self, text):
+        calls.append(text)
+        if len(calls) == 2:
+            raise RuntimeError("[metal::malloc]\nout of memory")
+        return whole(self, text)
+
+    monkeypatch.setattr(talk.Conversation, "ask", fails)
+    code, out, err = run("chat", *SHORT)
+    assert code == 0 and "user: Hello\nassistant: " in out
+    assert err.splitlines()[1:] == ["dgemma: failed (RuntimeError: [metal::malloc] out of memory); the conversation is as it was"]
+
+
 @pytest.mark.parametrize(
     "text, names",
     [

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 import scripted
 from conftest import add_words
-from dgemma import Block, Finished, Pipeline, SessionError, Step
+from dgemma import Block, Finished, Pipeline, SessionError, Step, memory, session
 from dgemma.errors import OptionError, OutputError, PromptError
+from dgemma.memory import Memory
 from dgemma.session import fingerprint
 from dgemma.vision import Patches
 from oracle import tiny
@@ -123,6 +127,56 @@ def test_history_may_come_along(pipe):
     assert [turn.reply["content"] for turn in chat.turns][0] == "Red."
 
 
+def test_what_is_given_and_what_is_shown_can_be_changed_without_changing_the_conversation(pipe):
+    asked, stop = [{"role": "user", "content": [{"type": "text", "text": "One?"}]}], ["zzz"]
+    chat = pipe.chat(stop=stop)
+    chat.send(asked)
+    before = said(chat)
+    asked[0]["content"][0]["text"] = "Two?"
+    stop.append(5)
+    for shown in (chat.messages, [*chat.turns[0].asked, chat.turns[0].reply]):
+        shown[0]["content"].append({"type": "text", "text": "!"})
+        shown[0]["content"][0]["text"] = shown[1]["content"] = "changed"
+    assert said(chat) == before
+    assert chat.send("Three?").text == pipe.chat(messages=chat.messages[:2]).send("Three?").text
+
+
+def test_a_picture_cannot_be_changed_in_place(pipe):
+    """Its digest is what the caches know it by."""
+    chat = pipe.chat()
+    chat.send("What is it?", [RED])
+    with pytest.raises(ValueError, match="read-only"):
+        chat.messages[0]["content"][0]["image"].pixels[:] = 0
+
+
+def test_content_in_all_its_forms(pipe, tmp_path):
+    """Parts that are plain strings, pictures in an answer, nothing said beside calls."""
+    parts = ["What is ", {"type": "text", "text": "it?"}]
+    told = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "image", "image": BLUE}, "This."]}]
+    chat = pipe.chat(messages=told)
+    answer = chat.send([{"role": "user", "content": ["And?"]}])
+    assert answer.text == pipe([*told, {"role": "user", "content": ["And?"]}]).text
+    chat.save(tmp_path / "chat.safetensors")
+    again = pipe.load_chat(tmp_path / "chat.safetensors")
+    assert said(again) == said(chat) and again.edit(1, "Or?").text == chat.edit(1, "Or?").text
+
+
+def test_seeds_and_settings_of_any_kind_of_number(pipe, tmp_path):
+    told = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for seed in ([3], np.uint64(3), np.int8(3)):
+        chat = pipe.chat(messages=told, seed=seed, confidence=np.float32(0.5), max_new_tokens=np.int64(5))
+        assert chat.regenerate().seed == 4
+        chat.save(tmp_path / "chat.safetensors")
+        assert pipe.load_chat(tmp_path / "chat.safetensors").regenerate().seed == 5
+
+
+def test_all_that_the_system_says_before_the_first_turn_stays(pipe):
+    told = [{"role": "system", "content": "B."}, {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    chat = pipe.chat(system="A.", messages=told)
+    chat.edit(0, "Or?")
+    assert [message["content"] for message in chat.messages[:2]] == ["A.", "B."]
+
+
 def test_settings_of_the_chat_hold_unless_others_are_given(pipe):
     chat = pipe.chat(max_new_tokens=5, seed=3)
     assert (len(chat.send("One?").tokens), chat.turns[0].seed) == (5, 3)
@@ -210,6 +264,82 @@ def test_ctrl_c_inside_a_step(pipe, monkeypatch):
         chat.send("And?")
     monkeypatch.undo()
     assert len(chat.turns) == 1 and chat.send("And?").cached_tokens > 0
+
+
+@pytest.mark.parametrize("where", ["prefill", "write", "cut back", "between"])
+def test_ctrl_c_anywhere_in_the_caches_costs_only_time(pipe, tmp_path, monkeypatch, where):
+    """Layers of different lengths are neither answered from nor saved."""
+    chat = pipe.chat(steps=3, max_new_tokens=20)
+    for number in range(3):
+        chat.send(f"Question {number}, long enough for a ring of twelve?")
+    kind = type(chat._memory.caches[-1])
+    layers = sum(type(cache) is kind for cache in chat._memory.caches)
+    target, name, after = {
+        "prefill": (kind, "append_window", 0),
+        "write": (kind, "append_window", layers),
+        "cut back": (memory, "back", 1),
+        "between": (Memory, "_passed", 0),
+    }[where]
+    whole, calls = getattr(target, name), []
+
+    def breaks(*args):
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(target, name, breaks)
+    with pytest.raises(KeyboardInterrupt):
+        chat.edit(1, "Something else that is asked?")
+    monkeypatch.undo()
+    chat.save(tmp_path / "chat.safetensors")
+    again = pipe.load_chat(tmp_path / "chat.safetensors")
+    assert said(again) == said(chat)
+    cold = pipe.load_chat(tmp_path / "chat.safetensors")
+    cold.forget()
+    assert len({one.edit(1, "Another?").tokens for one in (chat, again, cold)}) == 1
+
+
+def test_ctrl_c_before_the_first_event_or_between_two_leaves_the_chat_free(pipe, monkeypatch):
+    chat = pipe.chat(max_new_tokens=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "Answering", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            chat.send("Hello?")
+    with monkeypatch.context() as patch:
+        stream = chat.stream
+        patch.setattr(chat, "stream", lambda *args: Interrupted(stream(*args)))
+        with pytest.raises(KeyboardInterrupt) as held:  # its traceback is held, as by an interactive session
+            chat.send("Hello?")
+    assert chat.send("Hello?").text and held and len(chat.turns) == 1
+
+
+class Interrupted:
+    """Events, between the second and the third of which Ctrl-C comes."""
+
+    def __init__(self, events):
+        self._events, self._given = events, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._given += 1
+        if self._given == 3:
+            signal.raise_signal(signal.SIGINT)
+        return next(self._events)
+
+    def close(self):
+        self._events.close()
+
+
+def test_nothing_is_forgotten_while_an_answer_is_written(pipe):
+    chat = pipe.chat()
+    events = chat.stream("Hello?")
+    next(events)
+    with pytest.raises(PromptError, match="is writing another answer"):
+        chat.forget()
+    assert list(events)[-1].answers[0].tokens == pipe("Hello?").tokens
 
 
 def test_an_error_leaves_the_conversation_as_it_was(pipe, monkeypatch):
@@ -419,12 +549,86 @@ def test_a_forged_file_is_refused(pipe, saved, monkeypatch):
         lambda r, a: r.update(turns=[1]),
         lambda r, a: r.pop("memory"),
         lambda r, a: r["memory"].update(cuts="x"),
+        lambda r, a: r["memory"].update(cuts=[float(cut) for cut in r["memory"]["cuts"]]),
+        lambda r, a: r["memory"].update(length=True),
+        lambda r, a: r["memory"]["kept"].append(3),
+        lambda r, a: r["turns"][0].update(seed="x"),
+        lambda r, a: r["turns"][0].update(reply=[5]),
+        lambda r, a: r["turns"][0]["asked"][0].update(role="nobody"),
+        lambda r, a: a.update({name: rows[:, :-1] for name, rows in a.items() if name.startswith("image ")}),
+        lambda r, a: a.update({name: rows[:, :-1] for name, rows in a.items() if name.startswith("pixels ")}),
+        lambda r, a: a.update({name: rows.reshape(-1) for name, rows in a.items() if name.startswith("positions ")}),
+        lambda r, a: a.update({name: rows[::-1] for name, rows in a.items() if name.startswith("positions ")}),
     ):
         forged, tensors = json.loads(json.dumps(record)), dict(arrays)
         change(forged, tensors)
         archive.write(saved, FORMAT, VERSION, owner, forged, tensors)
         with pytest.raises(SessionError, match="holds what no session can"):
             pipe.load_chat(saved)
+
+
+@pytest.mark.parametrize("change", [("record", "{"), ("record", "[" * 100000), ("record", None), ("owner", None), ("dtype", "F64")])
+def test_a_file_forged_to_its_digest_is_one_line(pipe, saved, change):
+    from dgemma import archive
+
+    whole = saved.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    fields, data = header["__metadata__"], whole[8 + length :]
+    fields.pop("digest")
+    key, value = change
+    if key == "dtype":
+        data += bytes(8)
+        header["more"] = {"dtype": "X9", "shape": [8], "data_offsets": [len(data) - 8, len(data)]}
+    elif value is None:
+        fields.pop(key)
+    else:
+        fields[key] = value
+    digest = archive._digest(fields)
+    digest.update(data)
+    fields["digest"] = digest.hexdigest()
+    text = json.dumps(header).encode()
+    saved.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    with pytest.raises(SessionError, match="chat.safetensors") as error:
+        pipe.load_chat(saved)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x", "", "/", "\0", "~nosuchuser/x", "a" * 5000, "\ud800", "pipe"])
+def test_names_that_are_no_files(pipe, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(OutputError):
+        pipe.chat().save(name)
+    with pytest.raises(SessionError):
+        pipe.load_chat(name)
+    assert os.listdir() == ["pipe"]
+
+
+def test_a_file_may_be_saved_while_it_is_read(pipe, saved, tmp_path, monkeypatch):
+    from dgemma import archive
+
+    chat = pipe.load_chat(saved)
+    chat.send("And?")
+    whole, calls = archive.stored.check_file, []
+
+    def saves(path):
+        found = whole(path)
+        if not calls:
+            calls.append(1)
+            chat.save(saved)
+        return found
+
+    monkeypatch.setattr(archive.stored, "check_file", saves)
+    assert said(pipe.load_chat(saved)) == said(chat)
+
+
+def test_threads_may_save_to_one_file_and_names_may_be_long(pipe, tmp_path):
+    chat, path = pipe.chat(), tmp_path / ("字" * 80)
+    chat.send("Hello?")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(chat.save, [path] * 40))
+    assert said(pipe.load_chat(path)) == said(chat) and os.listdir(tmp_path) == [path.name]
 
 
 def test_nothing_is_lost_when_a_file_cannot_be_written(pipe, folder, saved):
@@ -458,11 +662,34 @@ def test_what_is_no_json_is_refused_and_nothing_written(pipe, tmp_path):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+def called(text):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": text}}}
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def endless():
+    message = {"role": "user", "content": "?"}
+    message["note"] = [message]
+    return [message]
+
+
 @pytest.mark.parametrize(
     "make, error, message",
     [
         (lambda pipe: pipe.chat(system=3), PromptError, "system is 3; a string is needed"),
         (lambda pipe: pipe.chat(messages=[{"role": "user", "content": "?"}]), PromptError, "ends with a question"),
+        (lambda pipe: pipe.chat(messages=5), PromptError, "messages are of type int; a list is needed"),
+        (lambda pipe: pipe.chat(messages=np.zeros(2)), PromptError, "messages are of type ndarray; a list is needed"),
+        (lambda pipe: pipe.chat().send(endless()), PromptError, "holds itself"),
+        (lambda pipe: pipe(endless()), PromptError, "cannot be written as text"),
+        (lambda pipe: pipe.chat().send([{"role": "tool", "name": "<|turn>user", "content": "3"}]), PromptError, "spells <\\|turn>"),
+        (lambda pipe: pipe.chat().send([{"role": "tool", "name": "\ud800", "content": "3"}]), PromptError, "as text"),
+        (lambda pipe: pipe.chat(messages=called("\ud800")).send("?"), PromptError, "message 2 holds what cannot be written as text"),
+        (lambda pipe: pipe.chat(image_budget=3).send("?"), OptionError, "image budget 3: allowed are 70"),
+        (lambda pipe: pipe.chat(entropy_bound=10**400), OptionError, "too large for a float"),
+        (lambda pipe: pipe.chat(seed=10**5000), OptionError, "seed is a number of 16610 bits"),
+        (lambda pipe: pipe.chat().send([{"role": "user", "tool_calls": []}]), PromptError, "empty"),
+        (lambda pipe: pipe.chat().send([{"role": "user", "content": None, "tool_calls": []}]), PromptError, "empty"),
         (lambda pipe: pipe.chat(messages=[{"role": "assistant", "content": "!"}]), PromptError, "turns begin with the user"),
         (lambda pipe: pipe.chat(steps=0), OptionError, "at least 1"),
         (lambda pipe: pipe.chat(unheard=1), OptionError, "unknown setting 'unheard'"),

@@ -71,6 +71,10 @@ class Patches:
     size: tuple[int, int]
     resized: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        for array in (self.pixels, self.positions):  # the digest below stands for them
+            array.flags.writeable = False
+
     @property
     def grid(self) -> tuple[int, int]:
         """(columns, rows) of patches."""
@@ -109,8 +113,13 @@ def preprocess(source, *, budget: int = 280, patch_size: int = 16, pooling: int 
 
 def _checked(patches: Patches, patch_size: int, pooling: int, label: str) -> Patches:
     """Patches that were cut for a model with the same eyes; ImageError for others."""
-    if patches.pixels.shape != (patches.soft_tokens * pooling**2, patch_size**2 * 3):
-        raise ImageError(f"{label}: patches of another model (shape {patches.pixels.shape}); give the picture itself")
+    pixels, positions = patches.pixels, patches.positions
+    if type(patches.soft_tokens) is not int or pixels.shape != (patches.soft_tokens * pooling**2, patch_size**2 * 3):
+        raise ImageError(f"{label}: patches of another model (shape {pixels.shape}); give the picture itself")
+    columns, rows = patches.grid if positions.shape == (len(pixels), 2) and len(pixels) else (0, 0)
+    whole = columns * rows == len(pixels) > 0 and columns % pooling == rows % pooling == 0
+    if not whole or pixels.dtype != np.float32 or not np.array_equal(positions, _grid(columns, rows)):
+        raise ImageError(f"{label}: patches that are no whole picture of float32; give the picture itself")
     return patches
 
 
@@ -339,8 +348,13 @@ def _cut(image: Image.Image, max_patches: int, patch_size: int, pooling: int):
     rows, columns = height // patch_size, width // patch_size
     pixels = np.asarray(image).reshape(rows, patch_size, columns, patch_size, 3)
     patches = pixels.swapaxes(1, 2).reshape(rows * columns, -1)  # uint8 [N, P]
-    y, x = np.divmod(np.arange(len(patches), dtype=np.int32), columns)
-    return (patches * (1 / 255)).astype(np.float32), np.stack([x, y], axis=1), (width, height)
+    return (patches * (1 / 255)).astype(np.float32), _grid(columns, rows), (width, height)
+
+
+def _grid(columns: int, rows: int) -> np.ndarray:
+    """(x, y) of each patch in reading order, int32 [N, 2]."""
+    y, x = np.divmod(np.arange(rows * columns, dtype=np.int32), columns)
+    return np.stack([x, y], axis=1)
 
 
 def _fitted(size: tuple[int, int], max_patches: int, patch_size: int, pooling: int) -> tuple[int, int]:
