@@ -51,11 +51,11 @@ def write(name: str | Path, kind: str, version: int, owner: str, record: Any, ar
         file.write(_header(fields | {"digest": digest.hexdigest()}, arrays))
 
 
-def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, dict[str, mx.array]]:
-    """The record and the arrays of a file. SessionError when it is no such file, damaged, or belongs to another `owner`."""
+def check(name: str | Path, kind: str, version: int) -> tuple[Path, dict[str, str]]:
+    """The path and the metadata of a file of that kind and version, nothing else of it looked at; SessionError."""
     try:
         path = Path(name).expanduser()
-        fields = found = dict(stored.check_file(path).get("__metadata__") or {})
+        fields = dict(stored.check_file(path).get("__metadata__") or {})
     except CheckpointError as error:
         raise SessionError(str(error).replace("; download it again", "")) from None
     except (TypeError, RuntimeError) as error:  # no path, no home
@@ -64,11 +64,16 @@ def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, di
         raise SessionError(f"{path}: is a safetensors file, but not a {kind}")
     if fields.get("version") != str(version):
         raise SessionError(f"{path}: is of version {fields.get('version')!r}; this dgemma reads version {version}")
-    digest = found.get("digest", "")
+    return path, fields
+
+
+def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, dict[str, mx.array]]:
+    """The record and the arrays of a file. SessionError when it is no such file, damaged, or belongs to another `owner`."""
+    path, found = check(name, kind, version)
     fields = {key: value for key, value in found.items() if key != "digest"}
     with path.open("rb") as file:
-        if _of_data(file, _digest(fields)) != digest:
-            if dict(stored.check_file(path).get("__metadata__") or {}) != found:  # saved anew between two looks at it
+        if _of_data(file, _digest(fields)) != found.get("digest"):
+            if check(name, kind, version)[1] != found:  # saved anew between two looks at it
                 return read(name, kind, version, owner)
             raise SessionError(f"{path}: is damaged: what it holds is not what was written")
         if fields.get("owner") != owner:

@@ -173,7 +173,10 @@ class Session:
 
     @classmethod
     def load(cls, pipe: Loaded, path: str | Path, **settings: Any) -> Session:
-        """The session of a file that `save` wrote; Pipeline.load_chat."""
+        """The session of a file that `save` wrote; Pipeline.load_chat. SessionError, OptionError."""
+        for name in {"system", "messages"} & settings.keys():
+            raise OptionError(f"{name} is part of what was saved; it cannot be given anew")
+        settings = _given(settings)
         record, arrays = archive.read(path, FORMAT, VERSION, fingerprint(pipe.model))
         try:
             made = cls(pipe, **(record["settings"] | settings))
@@ -293,6 +296,11 @@ class Session:
         if not -count <= whole("turn", turn) < count:
             raise OptionError(f"turn is {turn}; this chat has {count} turn(s)" + (f", 0 to {count - 1}" if count else "; send something first"))
         return turn % count
+
+
+def check_file(path: str | Path) -> None:
+    """Refuse a file that no session can be loaded from, as far as its header tells; SessionError."""
+    archive.check(path, FORMAT, VERSION)
 
 
 def fingerprint(model: DiffusionGemma) -> str:

@@ -18,13 +18,13 @@ from typing import Any
 from dgemma.attention import Packing
 
 from . import backend, fit, render
-from .processor import Message, Prompt, conversation
-from .errors import PromptError, UserError
+from .errors import OptionError, PromptError, UserError
 from .files import check_output, write_whole
 from .hub import find
 from .pipeline import Event, Finished, Pipeline, Unloaded
 from .presets import spell_out
-from .session import image_parts
+from .processor import Message, Prompt, conversation
+from .session import check_file, image_parts
 from .settings import packing_of
 from .terminal import Progress, Speaker, Transcript, Watch, show
 
@@ -232,6 +232,10 @@ class Conversation:
 
 def chat(args: argparse.Namespace, settings: Settings) -> int:
     """Talk until the input ends; returns the exit code: 2 when a script's line was refused."""
+    if args.resume and args.system is not None:
+        raise OptionError("--system and --resume: a conversation that was kept has its own system turn; give one of them")
+    if args.resume:
+        check_file(home(args.resume))
     with Progress(wanted=not args.quiet) as progress:
         unloaded = prepare(args, progress)
         unloaded.check_settings(settings)

@@ -490,14 +490,17 @@ def test_save_and_load(conversation, pipe, tmp_path):
     assert list(other.history()) == before and say(other.ask("Two")) == on
 
 
-def test_chat_resumes(run, tmp_path):
+def test_chat_resumes(run, tmp_path, monkeypatch):
     file = str(tmp_path / "talk.safetensors")
     code, first, err = run("chat", *SHORT, stdin=f"Hello\n/save {file}\n")
     assert (code, err) == (0, "")
     code, out, err = run("chat", *SHORT, "--resume", file, "--stats", stdin="/history\n/retry\n")
     assert code == 0 and f"user: Hello\nassistant: {first}" in out and "encoded before" in err
+    monkeypatch.setattr(talk, "load", lambda *_: pytest.fail("the weights were read"))
     code, _, err = run("chat", "--resume", file + "x", stdin="Hello\n")
     assert code == 2 and len(err.splitlines()) == 1 and "talk.safetensorsx" in err
+    code, _, err = run("chat", "--resume", file, "--system", "Be brief.", stdin="Hello\n")
+    assert (code, err.splitlines()[0][:32]) == (2, "dgemma: --system and --resume: a")
 
 
 def test_chat_from_a_script(run):

@@ -470,7 +470,7 @@ def test_settings_are_saved_and_can_be_given_anew(pipe, tmp_path):
     chat = pipe.chat(seed=9, max_new_tokens=5, snapshot_bytes=12345)
     chat.send("Hello?")
     chat.save(tmp_path / "chat.safetensors")
-    loaded = pipe.load_chat(tmp_path / "chat.safetensors", max_new_tokens=3, snapshot_bytes=0)
+    loaded = pipe.load_chat(tmp_path / "chat.safetensors", max_new_tokens=3, snapshot_bytes=0, seed=None)
     answer = loaded.send("And?")
     assert (answer.seed, len(answer.tokens), loaded.snapshot_bytes) == (9, 3, 0)
 
@@ -708,6 +708,8 @@ def endless():
         (lambda pipe: pipe.chat().regenerate("last"), OptionError, "a whole number is needed"),
         (lambda pipe: pipe.load_chat("missing.safetensors"), SessionError, "missing.safetensors"),
         (lambda pipe: pipe.load_chat("."), SessionError, "not a file"),
+        (lambda pipe: pipe.load_chat("any", system="Be brief."), OptionError, "system is part of what was saved"),
+        (lambda pipe: pipe.load_chat("any", messages=[]), OptionError, "messages is part of what was saved"),
     ],
 )
 def test_bad_input(pipe, make, error, message):
