@@ -47,7 +47,7 @@ def measure_dgemma(seconds: float) -> dict[str, list[float]]:
 
     import mlx.core as mx
 
-    from dgemma.processor import conversation
+    from dgemma.messages import conversation
 
     pipe = dgemma.Pipeline.from_pretrained(DEMO, dtype=mx.float32)
     prompt = pipe.processor.prompt(conversation(QUESTION, [PICTURE]), [PICTURE])

@@ -11,9 +11,10 @@ import mlx.core as mx
 from . import tools
 from .channels import CALL, TEXT, THOUGHT, Reader
 from .denoise import Block, Done, Prefilled, denoise
+from .messages import Message
 from .model import DiffusionGemma
 from .past import Past
-from .processor import Message, Processor, pad
+from .processor import Processor, pad
 from .settings import Request
 from .step import Step
 from .tools import ToolCall

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from .config import TextConfig
 from .layers import Block, GeGLU, Read, RMSNorm, one_ahead, unweighted_norm

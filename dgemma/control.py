@@ -14,8 +14,8 @@ from typing import Any
 from . import render
 from .errors import OptionError, PromptError
 from .infill import FillJob, ReviseJob
+from .messages import Message, conversation
 from .pipeline import Filled, Pipeline, Read, Revision, Step, Unloaded
-from .processor import Message, conversation
 from .reading import ReadJob
 from .settings import FILL_SETTINGS, REVISE_SETTINGS, packing_of, split_settings
 from .talk import begin, home, job_of, load, prepare, read_stdin, watcher

@@ -22,12 +22,12 @@ import mlx.core as mx
 from . import backend, flash, kernels, plain
 from .attention import Packing
 from .attention.caches import STEP
-from .processor import read_image_budget
 from .canvas import MANY
-from .config import SLIDING, ModelConfig, TextConfig, VisionConfig
+from .config import SLIDING, TextConfig, VisionConfig
 from .errors import OptionError
 from .hub import find
 from .model import CHUNK, SCORES
+from .processor import read_image_budget
 from .render import size
 from .settings import packing_of
 from .weights import Checkpoint

@@ -14,66 +14,26 @@ is the same to the last bit, whatever was still in memory (warm = cold).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from dgemma.attention import CacheRows, KVCache, Packing, RotatingKVCache
-from dgemma.attention.packing import Rows
-from dgemma.attention.packing import arrays as arrays_of
 from dgemma.vision import Patches
 
-from .config import SLIDING, Layer
+from .config import SLIDING
 from .errors import OptionError
+from .kept import Kept
 from .model import CHUNK, Cache, DiffusionGemma, chunks
 from .past import Past
+from .shelf import Shelf, named
 
 EVERY = 1024  # positions between two copies of the sliding layers' rows; their window in the released checkpoint
 BUDGET = 1 << 31  # bytes of those copies and the pictures' features
 Spelled = list[int | str]  # token ids, an image's soft tokens replaced by its digest
-
-
-class Kept:
-    """Things under a budget of bytes; what was used least recently goes first, what is too large does not come in."""
-
-    def __init__(self, budget: int):
-        self.budget, self.nbytes = budget, 0
-        self._things: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._things
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(tuple(self._things))  # from the least recently used on
-
-    def put(self, key: Any, thing: Any, nbytes: int) -> None:
-        """Keep a thing, as the one used last."""
-        self.drop(key)
-        if nbytes > self.budget:
-            return
-        self._things[key], self.nbytes = (thing, nbytes), self.nbytes + nbytes
-        while self.nbytes > self.budget:
-            self.drop(next(iter(self._things)))
-
-    def get(self, key: Any) -> Any:
-        """The thing of that key, used now; None when it is not kept."""
-        if key not in self._things:
-            return None
-        self._things.move_to_end(key)
-        return self._things[key][0]
-
-    def peek(self, key: Any) -> Any:
-        """The thing of that key, without using it; KeyError."""
-        return self._things[key][0]
-
-    def drop(self, key: Any) -> None:
-        """Let go of a thing, if it is there."""
-        self.nbytes -= self._things.pop(key, (None, 0))[1]
 
 
 class Memory(Past):
@@ -195,7 +155,7 @@ class Memory(Past):
             raise ValueError(f"kept {kept}, cut at {made.cuts}")
         if sorted(set(places)) != places or places[-1] != len(made.spelled) or record["length"] not in places:
             raise ValueError(f"{len(made.spelled)} tokens, cut at {made.cuts}, and caches of {record['length']}")
-        shelf, layers = _Shelf(model, packing, arrays), model.config.text.layers
+        shelf, layers = Shelf(model, packing, arrays), model.config.text.layers
         made.caches = [
             restored(cache, shelf.rows(f"now.{number}", layer, record["length"]))
             for number, (cache, layer) in enumerate(zip(made.caches, layers))
@@ -287,42 +247,6 @@ def restored(cache: Cache, rows: CacheRows) -> Cache:
     if isinstance(cache, RotatingKVCache):
         return RotatingKVCache.restore(rows, cache.window, cache.memo)
     return KVCache.restore(rows, cache.memo)
-
-
-def named(name: str, keys: Rows | None, values: Rows | None) -> dict[str, mx.array]:
-    """The arrays of a cache's rows by names; none when there are no rows."""
-    parts = {"keys": arrays_of(keys), "values": arrays_of(values)}
-    return {f"{name}.{part}.{i}": array for part, found in parts.items() for i, array in enumerate(found)}
-
-
-class _Shelf:
-    """Rows of caches by the names that `named` gave them, checked: KeyError, ValueError for what no such cache can hold."""
-
-    def __init__(self, model: DiffusionGemma, packing: Packing | None, arrays: dict[str, mx.array]):
-        self.text, self.dtype, self.packing, self.arrays = model.config.text, model.dtype, packing, arrays
-
-    def rows(self, name: str, layer: Layer, offset: int) -> CacheRows:
-        """The rows of one layer at position `offset`."""
-        if offset == 0:
-            return CacheRows(None, None, 0, None, self.packing)
-        keys, values = (self._part(f"{name}.{part}", layer) for part in ("keys", "values"))
-        least = most = offset
-        if layer.kind == SLIDING:
-            least, most = min(offset, self.text.sliding_window - 1), min(offset, self.text.sliding_window)
-        if keys.shape != values.shape or not least <= keys.shape[2] <= most:
-            raise ValueError(f"{name}: rows of shape {keys.shape} and {values.shape} at position {offset}")
-        return CacheRows(keys, values, offset, None, self.packing)
-
-    def _part(self, name: str, layer: Layer) -> Rows:
-        first = self.arrays[f"{name}.0"]
-        blank = mx.zeros((1, layer.kv_heads, first.shape[2], layer.head_dim), dtype=self.dtype)  # lazy: never made
-        packed = f"{name}.1" in self.arrays
-        like = self.packing.pack(blank) if packed else blank
-        parts = [self.arrays[f"{name}.{i}"] for i in range(3 if packed else 1)]
-        for part, wanted in zip(parts, arrays_of(like)):
-            if (part.shape, part.dtype) != (wanted.shape, wanted.dtype):
-                raise ValueError(f"{name}: {part.dtype} {part.shape} where {wanted.dtype} {wanted.shape} is needed")
-        return replace(like, parts=tuple(parts)) if packed else first
 
 
 def nbytes(rows: CacheRows) -> int:

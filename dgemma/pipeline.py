@@ -25,8 +25,9 @@ from .denoise import Block, Prefilled  # noqa: F401: public names
 from .hub import Found, find
 from .infill import Filled, FillJob, ReviseJob, Revision
 from .memory import BUDGET, EVERY
+from .messages import Message
 from .model import DiffusionGemma
-from .processor import Message, Processor, Prompt
+from .processor import Processor, Prompt
 from .reading import Read, ReadJob, SlotRead  # noqa: F401: a public name
 from .session import Session, Turn  # noqa: F401: Turn is a public name
 from .settings import FILL_SETTINGS, OF_THE_PROMPT, REVISE_SETTINGS, Request, is_batch, packing_of, split_settings

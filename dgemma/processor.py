@@ -1,16 +1,12 @@
 """Words to token ids and back: tokenizer, chat template, image places, and a reader of what the model writes.
 
-The template and the tokenizer are the checkpoint's own, applied as transformers does (dgemma.words). Messages have transformers' form; the
-content of a message is a string or a list of parts:
-
-    [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]}]
+The template and the tokenizer are the checkpoint's own, applied as transformers does (dgemma.words). Messages have
+transformers' form (dgemma.messages).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +21,8 @@ from . import words
 from .channels import Marks, Reader
 from .config import ModelConfig, read_json
 from .errors import CheckpointError, OptionError, PromptError
+from .messages import WRITTEN_BY_MODEL, Message, check_messages, fill_images, in_place, is_image
 
-ROLES = ("system", "user", "assistant", "model", "tool")
-WRITTEN_BY_MODEL = ("assistant", "model")
 TURN_TOKENS = ("<|turn>", "<turn|>")
 TOOL_TOKENS = ("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", tooling.QUOTE)
 MARKS = {
@@ -37,9 +32,7 @@ MARKS = {
     "call_end": "<tool_call|>",
     "quote": tooling.QUOTE,
 }  # names of channels.Marks
-SOURCES = ("image", "url", "path")  # keys of an image part that may hold its picture
 IMAGE_BUDGET = 280  # soft tokens an image may take where no processor config says otherwise
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ class Processor:
             content = message.get("content") or ""
             if not isinstance(content, str):
                 parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-                content = [_in_place(part, *next(waiting)) if _is_image(part) else part for part in parts]
+                content = [in_place(part, *next(waiting)) if is_image(part) else part for part in parts]
             made.append({**message, "content": content})
         return made
 
@@ -236,82 +229,6 @@ class Processor:
         return expanded
 
 
-def conversation(prompt: str | Sequence[Message], images: Sequence[Any]) -> list[Message]:
-    """Messages as they are; a plain string becomes a user's turn with a place for each image before the text."""
-    if not isinstance(prompt, (str, list, tuple)):
-        raise PromptError(f"a prompt is {_brief(prompt)}; a string or a list of messages is needed")
-    if not isinstance(prompt, str):
-        return list(prompt)
-    if not prompt.strip():
-        raise PromptError("the prompt is empty; ask something")
-    parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": prompt}]
-    return [{"role": "user", "content": parts}]
-
-
-def check_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages, if they are a conversation that the model can answer; PromptError says what is wrong with which."""
-    if not messages:
-        raise PromptError("no messages; a conversation has at least one from the user")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or "role" not in message:
-            raise PromptError(f"message {number} is {_brief(message)}; a dict with 'role' and 'content' is needed")
-        if message["role"] not in ROLES:
-            raise PromptError(f"message {number} has role {message['role']!r}; allowed: {', '.join(ROLES)}")
-        content = message.get("content")
-        if message.get("tool_calls") is not None:
-            tooling.check_calls(message, number)
-            content = content or ""  # a turn of calls may say nothing
-        if isinstance(content, str):
-            _check_text(content, number)
-            continue
-        if not isinstance(content, (list, tuple)):
-            raise PromptError(f"message {number} has content {_brief(content)}; a string or a list of parts is needed")
-        for part in content:
-            _check_part(part, number)
-    if messages[-1]["role"] == "user" and not _says_something(messages[-1].get("content") or ""):
-        raise PromptError("the prompt is empty; ask something")
-    return list(messages)
-
-
-def fill_images(messages: Sequence[Message], images: list[Any]) -> tuple[list[Message], list[Any]]:
-    """Messages whose image parts are bare places, and a picture for each place in order.
-
-    A part may carry its picture (`image`, `url` or `path`); the others are filled from `images`.
-    """
-    waiting, sources, filled = list(images), [], []
-    missing = 0
-    for message in messages:
-        parts, content = [], message.get("content") or ""
-        for part in [content] if isinstance(content, str) else content:
-            if _is_image(part):
-                own = next((part[key] for key in SOURCES if part.get(key) is not None), None)
-                if own is None and not waiting:
-                    missing += 1
-                    continue
-                sources.append(own if own is not None else waiting.pop(0))
-                parts.append({"type": "image"})
-            else:
-                parts.append({"type": "text", "text": part} if isinstance(part, str) else part)
-        filled.append({**message, "content": parts})
-    if missing or waiting:
-        places = len(images) - len(waiting) + missing
-        raise PromptError(
-            f"{len(images)} image(s) for {places} empty image place(s) in the messages: "
-            + (f"{missing} more needed" if missing else f"{len(waiting)} too many")
-        )
-    return filled, sources
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
-
-
-def _in_place(part: dict[str, Any], source: Any, patches: Patches) -> dict[str, Any]:
-    """An image part that holds its patches, and the name of the file that they came from."""
-    named = {"name": os.fspath(source)} if isinstance(source, (str, os.PathLike)) and not str(source).startswith("data:") else {}
-    return named | {key: value for key, value in part.items() if key not in SOURCES} | {"image": patches}
-
-
 def pad(prompts: Sequence[Prompt], pad_token_id: int) -> tuple[np.ndarray, list[int]]:
     """Ids `[B, L]` padded on the left, and how many slots of padding each row begins with."""
     length = max(len(prompt.ids) for prompt in prompts)
@@ -337,39 +254,6 @@ def read_image_budget(folder: Path) -> int:
             if budget is not None:
                 return check_budget(budget, folder / name)
     return IMAGE_BUDGET
-
-
-def _check_part(part: Any, number: int) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(part, str):
-        return _check_text(part, number)
-    if kind == "text" and isinstance(part.get("text"), str):
-        return _check_text(part["text"], number)
-    if kind == "image":
-        return
-    raise PromptError(
-        f"message {number} has a part {_brief(part)}; allowed: {{'type': 'text', 'text': ...}} and {{'type': 'image'}}"
-    )
-
-
-def _check_text(text: str, number: int) -> None:
-    half = re.search("[\ud800-\udfff]", text)
-    if half:
-        raise PromptError(f"message {number} is no Unicode text: half a surrogate pair (U+{ord(half[0]):04X}); send UTF-8")
-
-
-def _says_something(content: Any) -> bool:
-    if isinstance(content, str):
-        return bool(content.strip())
-    return any(
-        (part if isinstance(part, str) else "image" if part["type"] == "image" else part["text"]).strip()
-        for part in content
-    )
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _first_line(error: Exception) -> str:

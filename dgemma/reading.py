@@ -28,8 +28,9 @@ import numpy as np
 
 from .denoise import settle
 from .errors import OptionError, PromptError
+from .messages import Message, conversation
 from .model import Cache, DiffusionGemma
-from .processor import TURN_TOKENS, Message, Processor, Prompt, conversation
+from .processor import TURN_TOKENS, Processor, Prompt
 from .settings import check_seed, whole
 from .step import Options, seed_canvas
 from .template import FREE, Pieces, Slot, Template, parse, read_slots

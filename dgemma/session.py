@@ -12,7 +12,7 @@ them (dgemma.memory) only saves time: an answer is the same, token for token, wh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import takewhile
@@ -29,8 +29,9 @@ from . import archive, tools
 from .answer import Answer, Answering, Event, Finished
 from .errors import ImageError, OptionError, PromptError, SessionError
 from .memory import BUDGET, EVERY, Memory
+from .messages import WRITTEN_BY_MODEL, Message, conversation, image_parts, own, with_pictures
 from .model import DiffusionGemma
-from .processor import WRITTEN_BY_MODEL, Message, Processor, conversation
+from .processor import Processor
 from .settings import OF_THE_PROMPT, Request, whole
 from .step import Options
 
@@ -69,7 +70,7 @@ class Session:
         snapshot_bytes: int = BUDGET,
         **settings: Any,
     ):
-        self._pipe, self._settings = pipe, _own(_given(settings))
+        self._pipe, self._settings = pipe, own(_given(settings))
         of_the_answer = {name: value for name, value in self._settings.items() if name not in OF_THE_PROMPT}
         request = Request.of(pipe.options, 1, False, of_the_answer)
         self._memory = Memory(pipe.model, request.options.packing, every=snapshot_every, budget=snapshot_bytes)
@@ -81,12 +82,12 @@ class Session:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far."""
-        return tuple(Turn(tuple(_own(turn.asked)), _own(turn.reply), turn.seed) for turn in self._turns)
+        return tuple(Turn(tuple(own(turn.asked)), own(turn.reply), turn.seed) for turn in self._turns)
 
     @property
     def messages(self) -> list[Message]:
         """The conversation as messages, which a pipeline or another session can go on from."""
-        return _own(self._told(self._turns))
+        return own(self._told(self._turns))
 
     @property
     def cached_tokens(self) -> int:
@@ -236,7 +237,7 @@ class Session:
             raise PromptError("this chat is writing another answer; read that stream to its end, or close it")
 
     def _turned(self, before: list[Turn], asked: tuple[Message, ...], reply: Message, request: Request) -> None:
-        self._turns, self._version = [*before, Turn(asked, _own(reply), request.seeds[0])], self._version + 1
+        self._turns, self._version = [*before, Turn(asked, own(reply), request.seeds[0])], self._version + 1
 
     def _images(self) -> Iterator[Patches]:
         return (part["image"] for part in image_parts(self._told(self._turns)))
@@ -263,7 +264,7 @@ class Session:
     def _pictured(self, messages: Sequence[Message], sources: Sequence[Any], settings: Mapping[str, Any]) -> list[Message]:
         budget = (self._settings | _given(settings)).get("image_budget")
         try:
-            return _own(self._pipe.processor.pictured(messages, sources, budget))
+            return own(self._pipe.processor.pictured(messages, sources, budget))
         except RecursionError:
             raise PromptError("a message holds itself, or is nested too deep") from None
 
@@ -313,38 +314,14 @@ def fingerprint(model: DiffusionGemma) -> str:
     return digest.hexdigest()
 
 
-def image_parts(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """The parts of messages that are pictures, in reading order."""
-    for message in messages:
-        if not isinstance(message["content"], str):
-            yield from (part for part in message["content"] if part.get("type") == "image")
-
-
 def _written(messages: Sequence[Message]) -> list[Message]:
     """Messages with pictures' digests in the places of pictures."""
-    return _swapped(messages, lambda image: image.digest)
+    return with_pictures(messages, lambda image: image.digest)
 
 
 def _read(messages: Sequence[Message], pictures: Mapping[str, Patches]) -> tuple[Message, ...]:
     """What `_written` wrote, with the pictures."""
-    return tuple(_swapped(messages, lambda digest: pictures[digest]))
-
-
-def _swapped(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    made = []
-    for message in messages:
-        content = message["content"]
-        if not isinstance(content, str):
-            content = [{**part, "image": change(part["image"])} if part.get("type") == "image" else part for part in content]
-        made.append({**message, "content": content})
-    return made
-
-
-def _own(value: Any) -> Any:
-    """What shares nothing that can be changed with `value`; pictures cannot, and are shared."""
-    if isinstance(value, dict):
-        return {key: _own(one) for key, one in value.items()}
-    return [_own(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return tuple(with_pictures(messages, lambda digest: pictures[digest]))
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from dgemma.attention import Packing
 
 from . import presets
 from .errors import OptionError, PromptError
-from .processor import Processor, Prompt, conversation
+from .messages import conversation
+from .processor import Processor, Prompt
 from .sampler import ConfidenceThreshold, EntropyBound
 from .step import Options, Pins
 from .stopping import StableAndConfident

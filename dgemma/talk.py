@@ -21,10 +21,11 @@ from . import backend, fit, render
 from .errors import OptionError, PromptError, UserError
 from .files import check_output, write_whole
 from .hub import find
-from .pipeline import Event, Finished, Pipeline, Unloaded
+from .messages import Message, conversation, image_parts
+from .pipeline import Event, Pipeline, Unloaded
 from .presets import spell_out
-from .processor import Message, Prompt, conversation
-from .session import check_file, image_parts
+from .processor import Prompt
+from .session import check_file
 from .settings import packing_of
 from .terminal import Progress, Speaker, Transcript, Watch, show
 

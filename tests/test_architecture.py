@@ -14,7 +14,7 @@ PACKAGES = {"dgemma": "", "attention": "attention", "vision": "vision"}  # folde
 # A module may import those of the floors below its own, and no other; a new module gets a floor here.
 FLOORS = [
     {"errors"},
-    {"backend", "config", "download", "files", "formats", "names", "peers", "plain", "presets", "stopping", "template", "tools", "turns"},
+    {"backend", "config", "download", "files", "formats", "kept", "names", "peers", "plain", "presets", "stopping", "template", "tools", "turns"},
     {"channels", "matrices", "stored", "strips"},
     {"beliefs", "flash"},
     {"cpu", "cuda"},
@@ -26,8 +26,8 @@ FLOORS = [
     {"vision"},
     {"canvas"},
     {"model"},
-    {"past"},
-    {"archive", "hub", "memory", "step", "weights", "words"},
+    {"past", "shelf"},
+    {"archive", "hub", "memory", "messages", "step", "weights", "words"},
     {"denoise", "processor"},
     {"interoperation", "settings"},
     {"answer", "reading"},

@@ -161,7 +161,7 @@ def test_a_prompt_longer_than_the_context(refuse, checkpoint, length):
 def test_more_places_than_pictures_and_the_reverse(messages, images, says):
     """The command line makes the places itself; messages come from programs."""
     from dgemma import PromptError
-    from dgemma.processor import fill_images
+    from dgemma.messages import fill_images
 
     with pytest.raises(PromptError, match=says.replace("(", r"\(").replace(")", r"\)")):
         fill_images([{"role": "user", "content": messages}], images)

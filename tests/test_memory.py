@@ -10,7 +10,8 @@ import dgemma  # noqa: F401
 from dgemma import weights
 from dgemma.attention import Packing
 from dgemma.errors import OptionError
-from dgemma.memory import Kept, Memory, runs, shared, spell
+from dgemma.kept import Kept
+from dgemma.memory import Memory, runs, shared, spell
 from dgemma.vision import preprocess
 from oracle import tiny
 

@@ -7,7 +7,7 @@ from PIL import Image
 import dgemma
 from dgemma import Block, Finished, OptionError, Pipeline, Prefilled, PromptError, Step, Text
 from dgemma.channels import TextStream
-from dgemma.processor import conversation, fill_images
+from dgemma.messages import conversation, fill_images
 
 C = 8
 
