@@ -102,7 +102,7 @@ def try_all_noise(pipe: Pipeline) -> None:
             line, place = question.line(0, 1, (), None)
             canvas = np.tile(np.array(line), (vocabulary, 1))
             canvas[:, place] = np.arange(vocabulary)
-            caches = repeat(job.asked.prefill(pipe.model), ROWS)
+            caches = repeat(job.asked.prefill(pipe.model, pipe.options), ROWS)
             for begin in range(0, vocabulary, ROWS):  # 384 tokens: six batches
                 logits = pipe.model.canvas_logits(mx.array(canvas[begin : begin + ROWS]), caches)[:, place]
                 rows.append(np.array(mx.softmax(logits, axis=-1)[:, token]))
