@@ -1,6 +1,6 @@
 """A record and arrays in one file: a safetensors file, written whole or not at all, and read only if it is what was written.
 
-    metadata   format, version, what it belongs to, the record as JSON, a SHA-256 of all that and of the data
+    metadata   format, version, what it belongs to, the record as JSON, a SHA-256 of everything else in the file
     tensors    the arrays by name
 
 Nothing in it is code: JSON and numbers.
@@ -40,7 +40,7 @@ def write(name: str | Path, kind: str, version: int, owner: str, record: Any, ar
     if Path(name).expanduser().exists() and not Path(name).expanduser().is_file():  # to open a pipe would be to wait for ever
         raise OutputError(f"{name}: is no regular file; give another name")
     with files.whole(str(name)) as file:
-        digest = _digest(fields)
+        digest = _digest(fields, _table(arrays))
         begin = len(_header(fields | {"digest": digest.hexdigest()}, arrays))  # a digest is as long as any other
         file.seek(begin)
         for array in arrays.values():
@@ -51,11 +51,12 @@ def write(name: str | Path, kind: str, version: int, owner: str, record: Any, ar
         file.write(_header(fields | {"digest": digest.hexdigest()}, arrays))
 
 
-def check(name: str | Path, kind: str, version: int) -> tuple[Path, dict[str, str]]:
-    """The path and the metadata of a file of that kind and version, nothing else of it looked at; SessionError."""
+def check(name: str | Path, kind: str, version: int) -> tuple[Path, dict[str, str], dict[str, Any]]:
+    """Path, metadata and table of arrays of a file of that kind and version, nothing else of it looked at; SessionError."""
     try:
         path = Path(name).expanduser()
-        fields = dict(stored.check_file(path).get("__metadata__") or {})
+        table = stored.check_file(path)
+        fields = dict(table.pop("__metadata__", None) or {})
     except CheckpointError as error:
         raise SessionError(str(error).replace("; download it again", "")) from None
     except (TypeError, RuntimeError) as error:  # no path, no home
@@ -64,16 +65,16 @@ def check(name: str | Path, kind: str, version: int) -> tuple[Path, dict[str, st
         raise SessionError(f"{path}: is a safetensors file, but not a {kind}")
     if fields.get("version") != str(version):
         raise SessionError(f"{path}: is of version {fields.get('version')!r}; this dgemma reads version {version}")
-    return path, fields
+    return path, fields, table
 
 
 def read(name: str | Path, kind: str, version: int, owner: str) -> tuple[Any, dict[str, mx.array]]:
     """The record and the arrays of a file. SessionError when it is no such file, damaged, or belongs to another `owner`."""
-    path, found = check(name, kind, version)
+    path, found, table = check(name, kind, version)
     fields = {key: value for key, value in found.items() if key != "digest"}
     with path.open("rb") as file:
-        if _of_data(file, _digest(fields)) != found.get("digest"):
-            if check(name, kind, version)[1] != found:  # saved anew between two looks at it
+        if _of_data(file, _digest(fields, table)) != found.get("digest"):
+            if check(name, kind, version)[1:] != (found, table):  # saved anew between two looks at it
                 return read(name, kind, version, owner)
             raise SessionError(f"{path}: is damaged: what it holds is not what was written")
         if fields.get("owner") != owner:
@@ -94,24 +95,29 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is neither text nor a number")
 
 
-def _header(fields: Mapping[str, str], arrays: Mapping[str, mx.array]) -> bytes:
-    """The beginning of a safetensors file, arrays in the order given."""
-    header, end = {"__metadata__": dict(fields)}, 0
+def _table(arrays: Mapping[str, mx.array]) -> dict[str, dict[str, Any]]:
+    """What a safetensors header says of the arrays: name -> dtype, shape, where it lies in the data; in the order given."""
+    table, end = {}, 0
     for name, array in arrays.items():
-        header[name] = {"dtype": DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        table[name] = {"dtype": DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
         end += array.nbytes
-    text = json.dumps(header).encode()
+    return table
+
+
+def _header(fields: Mapping[str, str], arrays: Mapping[str, mx.array]) -> bytes:
+    """The beginning of a safetensors file."""
+    text = json.dumps({"__metadata__": dict(fields)} | _table(arrays)).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _digest(fields: Mapping[str, str]) -> Any:
-    """The beginning of a file's digest: all of its metadata."""
-    return hashlib.sha256(json.dumps(sorted(fields.items())).encode())
+def _digest(fields: Mapping[str, str], table: Mapping[str, Any]) -> Any:
+    """The beginning of a file's digest: all of its metadata, and what it says of its arrays."""
+    return hashlib.sha256(json.dumps([sorted(fields.items()), sorted(table.items())], sort_keys=True).encode())
 
 
 def _of_data(file: BinaryIO, digest: Any) -> str:
-    """The digest of a file's metadata and data."""
+    """The digest of a whole file, `digest` being its beginning."""
     (length,) = struct.unpack("<Q", file.read(8))
     file.seek(length, os.SEEK_CUR)
     while piece := file.read(PIECE):

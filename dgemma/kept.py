@@ -20,14 +20,19 @@ class Kept:
     def __iter__(self) -> Iterator[Any]:
         return iter(tuple(self._things))  # from the least recently used on
 
+    def room(self, nbytes: int) -> bool:
+        """Make room for so many bytes; False, and nothing is let go, when they are more than the budget."""
+        if nbytes > self.budget:
+            return False
+        while self.nbytes + nbytes > self.budget:
+            self.drop(next(iter(self._things)))
+        return True
+
     def put(self, key: Any, thing: Any, nbytes: int) -> None:
         """Keep a thing, as the one used last."""
         self.drop(key)
-        if nbytes > self.budget:
-            return
-        self._things[key], self.nbytes = (thing, nbytes), self.nbytes + nbytes
-        while self.nbytes > self.budget:
-            self.drop(next(iter(self._things)))
+        if self.room(nbytes):
+            self._things[key], self.nbytes = (thing, nbytes), self.nbytes + nbytes
 
     def get(self, key: Any) -> Any:
         """The thing of that key, used now; None when it is not kept."""

@@ -11,7 +11,6 @@ them (dgemma.memory) only saves time: an answer is the same, token for token, wh
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from dgemma.vision import Patches
 
 from . import archive, tools
 from .answer import Answer, Answering, Event, Finished
 from .errors import ImageError, OptionError, PromptError, SessionError
+from .fingerprint import fingerprint
 from .memory import BUDGET, EVERY, Memory
 from .messages import WRITTEN_BY_MODEL, Message, conversation, image_parts, own, with_pictures
 from .model import DiffusionGemma
@@ -36,7 +35,6 @@ from .settings import OF_THE_PROMPT, Request, whole
 from .step import Options
 
 FORMAT, VERSION = "dgemma session", 1
-SAMPLE = 512  # numbers of each weight that tell a checkpoint from others
 NOT_KEPT = ("tools", "canvas", "pins")  # settings that a file does not hold: functions, and what is for one answer
 
 
@@ -75,7 +73,7 @@ class Session:
         request = Request.of(pipe.options, 1, False, of_the_answer)
         self._memory = Memory(pipe.model, request.options.packing, every=snapshot_every, budget=snapshot_bytes)
         self._opening, self._turns = self._parted(system, messages, request.seeds[0])
-        self._version, self._writing = 0, False
+        self._version, self._writing = 0, None
 
     # -- what was said ------------------------------------------------------------------------------------------------
 
@@ -214,13 +212,14 @@ class Session:
         self._idle()
         if version != self._version:
             raise PromptError("this chat has gone on since this stream was made; make it again")
-        self._writing = True  # right before the try: an interruption between them would lock the chat
+        self._writing = request  # right before the try: an interruption between them would lock the chat
         try:
             self._memory.repack(request.options.packing)
             with closing(iter(answering)) as events:
                 for event in events:
                     if isinstance(event, Finished):
                         self._turned(before, asked, event.answers[0].message, request)
+                        self._writing = None  # who stops reading at the last event has read to the end
                     yield event
         except (GeneratorExit, KeyboardInterrupt):
             if version == self._version:
@@ -230,10 +229,11 @@ class Session:
                     self._turned(before, asked, reply, request)
             raise
         finally:
-            self._writing = False
+            if self._writing is request:
+                self._writing = None
 
     def _idle(self) -> None:
-        if self._writing:
+        if self._writing is not None:
             raise PromptError("this chat is writing another answer; read that stream to its end, or close it")
 
     def _turned(self, before: list[Turn], asked: tuple[Message, ...], reply: Message, request: Request) -> None:
@@ -302,16 +302,6 @@ class Session:
 def check_file(path: str | Path) -> None:
     """Refuse a file that no session can be loaded from, as far as its header tells; SessionError."""
     archive.check(path, FORMAT, VERSION)
-
-
-def fingerprint(model: DiffusionGemma) -> str:
-    """What tells a loaded checkpoint from others: a digest of names, shapes, dtypes and a sample of every weight, and of how images attend."""
-    digest = hashlib.sha256(model.image_attention.encode())
-    for name, array in sorted(tree_flatten(model.parameters())):
-        step = max(1, array.size // SAMPLE)
-        sample = array.reshape(-1)[::step]
-        digest.update(f"{name} {array.shape} {array.dtype}".encode() + bytes(memoryview(mx.contiguous(sample).view(mx.uint8))))
-    return digest.hexdigest()
 
 
 def _written(messages: Sequence[Message]) -> list[Message]:

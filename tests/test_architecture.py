@@ -26,7 +26,7 @@ FLOORS = [
     {"vision"},
     {"canvas"},
     {"model"},
-    {"past", "shelf"},
+    {"fingerprint", "past", "shelf"},
     {"archive", "hub", "memory", "messages", "step", "weights", "words"},
     {"denoise", "processor"},
     {"interoperation", "settings"},

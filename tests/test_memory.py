@@ -8,7 +8,7 @@ import pytest
 
 import dgemma  # noqa: F401
 from dgemma import weights
-from dgemma.attention import Packing
+from dgemma.attention import Packing, RotatingKVCache
 from dgemma.errors import OptionError
 from dgemma.kept import Kept
 from dgemma.memory import Memory, runs, shared, spell
@@ -132,6 +132,29 @@ def test_the_budget_is_kept_and_the_least_recently_used_goes_first(model):
     assert list(memory.kept) == ends[-3:]
     assert take_in(memory, [*parts[:3], text(1, 9)])[0] == 0  # that copy is gone, and so is all after it
     assert memory.kept.nbytes <= memory.kept.budget
+
+
+def test_a_copy_that_does_not_fit_is_not_made(model, monkeypatch):
+    take_in(probe := Memory(model), [text(window(model) * 2, 0)])
+    made, capture = [], RotatingKVCache.capture_rows
+    monkeypatch.setattr(RotatingKVCache, "capture_rows", lambda cache: made.append(kept()) or capture(cache))
+    for budget in (0, probe.kept.nbytes - 1, probe.kept.nbytes):
+        memory = Memory(model, budget=budget)
+        kept = lambda: memory.kept.nbytes
+        for turn in range(1, 4):
+            take_in(memory, [text(window(model) * 2, 0)] * turn)
+        assert memory.kept.nbytes == (budget if budget == probe.kept.nbytes else 0)
+    rings = sum(isinstance(cache, RotatingKVCache) for cache in memory.caches)
+    assert made == [0] * 3 * rings  # of the last budget only, and the copy before was let go first
+
+
+def test_prompts_are_read_as_they_were_announced(model):
+    memory, (ids, images) = Memory(model), ids_of([text(20, 0)])
+    with pytest.raises(ValueError, match="just before"):
+        memory.read(ids, [])
+    memory.read(ids, memory.features(ids, images))
+    with pytest.raises(ValueError, match="just before"):
+        memory.read(ids, [])
 
 
 def test_copies_of_what_was_cut_away_do_not_come_back(model):

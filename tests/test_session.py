@@ -367,6 +367,19 @@ def test_one_stream_at_a_time(pipe):
     assert len(chat.turns) == 1
 
 
+def test_a_stream_left_at_its_last_event_is_at_its_end(pipe):
+    chat = pipe.chat()
+    events = chat.stream("Hello?")
+    while not isinstance(next(events), Finished):
+        pass
+    other = chat.stream("And?")
+    next(other)
+    events.close()  # of no effect on the one that is written now
+    with pytest.raises(PromptError, match="is writing another answer"):
+        chat.send("And?")
+    assert isinstance(list(other)[-1], Finished) and len(chat.turns) == 2
+
+
 # -- any order --------------------------------------------------------------------------------------------------------
 
 
@@ -481,8 +494,8 @@ def test_another_checkpoint_is_refused(pipe, tmp_path, tmp_path_factory):
     chat.save(tmp_path / "chat.safetensors")
     other = add_words(tiny.write_checkpoint(tmp_path_factory.mktemp("other"), "ring"))
     weights = load_file(other / "model.safetensors")
-    name = next(name for name in weights if "experts" in name)
-    weights[name] = weights[name] + np.float32(1e-3)  # fine-tuned, say
+    name = next(name for name in weights if "embed_tokens" in name)
+    weights[name][-1, -1] += np.float32(1e-3)  # one number of one token, trained
     save_file(weights, other / "model.safetensors")
     for changed in (Pipeline.from_pretrained(other), Pipeline.from_pretrained(str(other), image_attention="bidirectional")):
         with pytest.raises(SessionError, match="another checkpoint, dtype or image attention"):
@@ -515,6 +528,17 @@ def test_every_damage_is_one_line(pipe, saved):
             pipe.load_chat(saved)
     saved.write_bytes(whole + b"x")
     with pytest.raises(SessionError):
+        pipe.load_chat(saved)
+
+
+def test_arrays_that_change_places_are_damage(pipe, saved):
+    """A header that is whole, as are all bytes, but says keys where values lie."""
+    whole = saved.read_bytes()
+    swapped = whole.replace(b"now.0.keys.0", b"now.0.KEYS.0").replace(b"now.0.values.0", b"now.0.keys.0")
+    swapped = swapped.replace(b"now.0.KEYS.0", b"now.0.values.0")
+    assert swapped != whole and len(swapped) == len(whole)
+    saved.write_bytes(swapped)
+    with pytest.raises(SessionError, match="is damaged"):
         pipe.load_chat(saved)
 
 
@@ -584,7 +608,7 @@ def test_a_file_forged_to_its_digest_is_one_line(pipe, saved, change):
         fields.pop(key)
     else:
         fields[key] = value
-    digest = archive._digest(fields)
+    digest = archive._digest(fields, {name: entry for name, entry in header.items() if name != "__metadata__"})
     digest.update(data)
     fields["digest"] = digest.hexdigest()
     text = json.dumps(header).encode()
