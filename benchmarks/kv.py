@@ -1,6 +1,6 @@
 """What do packed keys and values cost, and save? Right answers, bytes and step time of the demo checkpoint, for each way to keep them.
 
-    python benchmarks/kv.py --n 10        the table of docs/kv.md
+    python benchmarks/kv.py --n 10        the table of docs/kv.md; needs scikit-learn (dgemma's `evaluate` extra)
 
 Questions and grading are those of examples/demo/evaluate.py. Bytes are those of the caches after a prompt of `--prefix` random
 tokens; a step is one of the loop's own after that prompt, the ways taking turns.

@@ -198,5 +198,6 @@ class _Clock:
         self._then = time.perf_counter()
 
     def lap(self) -> float:
+        """Seconds since the last call, or since it was made."""
         then, self._then = self._then, time.perf_counter()
         return self._then - then

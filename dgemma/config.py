@@ -233,13 +233,16 @@ class _Section:
         self.ignored = [] if ignored is None else ignored  # shared by all sections of a file
 
     def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, unchecked."""
         self.seen.add(key)
         return self.raw.get(key, default)
 
     def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
+        """A whole number from 1 to `most`; CheckpointError."""
         return _whole(self.get(key, default), f"{self.name}: {key}", most=most)
 
     def token(self, key: str, default: int) -> int:
+        """A token id; CheckpointError."""
         value = self.get(key)  # null is a legal way to leave one out
         return _whole(default if value is None else value, f"{self.name}: {key}", least=0)
 

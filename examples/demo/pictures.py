@@ -222,7 +222,7 @@ def scene(r, n=None, size=None, paper=None):
 @functools.lru_cache(None)
 def handwriting():
     """scikit-learn's 1797 handwritten digits: uint8 [1797, 8, 8] (255 is ink) and their values."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # here, since only handwriting needs it (the `evaluate` extra)
 
     data = load_digits()
     return (data.images * (255 / 16.0)).round().astype(np.uint8), data.target.astype(int)
